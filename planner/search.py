@@ -69,8 +69,8 @@ def check_limits(report: MachineReport, limits: Limits) -> None:
         raise PlanError(f"--ubatch {limits.ubatch_tokens} is out of range; use 1 to 8192 (usual: 64 to 1024)")
     if limits.gpu_memory_mib is not None and not report.host.gpus:
         raise PlanError(
-            f"--gpu-memory-mib {limits.gpu_memory_mib} caps a GPU, but there is none: {report.host.gpus_absent_reason}; "
-            "leave the flag out"
+            f"--gpu-memory-mib {limits.gpu_memory_mib} caps a GPU, but there is none: "
+            f"{report.host.gpus_absent_reason}; leave the flag out"
         )
 
 
@@ -175,8 +175,13 @@ class _Ledger:
 
 
 def _request_s(candidate: Candidate) -> float:
-    """Unpredicted candidates sort last, in their own order."""
     return candidate.prediction.request_s if candidate.prediction else float("inf")
+
+
+def _rank(candidate: Candidate) -> tuple[float, int, tuple[int, int, int]]:
+    """Predicted ones by prediction; without one, more threads are the better guess. Ties by thrift."""
+    threads = 0 if candidate.prediction else -candidate.placement.decode_threads
+    return (_request_s(candidate), threads, candidate.thrift)
 
 
 def _prune_by_cost(candidates: list[Candidate], ledger: _Ledger) -> list[Candidate]:
@@ -200,7 +205,7 @@ def _same_but_thrift(left: Placement, right: Placement) -> bool:
 
 
 def _prune_equals(candidates: list[Candidate], ledger: _Ledger) -> list[Candidate]:
-    """Of candidates that the model can not tell apart, the one with fewer threads and bytes stands for the others."""
+    """Where the prediction can not tell two apart, the one with fewer threads and bytes stands for both."""
     kept: list[Candidate] = []
     for item in sorted(candidates, key=lambda item: (item.thrift, _request_s(item))):
         twin = next(
@@ -221,8 +226,8 @@ def _prune_equals(candidates: list[Candidate], ledger: _Ledger) -> list[Candidat
 
 
 def pick_finalists(candidates: list[Candidate], most: int) -> tuple[list[Candidate], list[Candidate]]:
-    """The best of each engine, load mode and KV type first, then by prediction; at most `most` (but one an engine)."""
-    ranked = sorted(candidates, key=lambda item: (_request_s(item), item.thrift))
+    """At most `most` (but one an engine), the best of each family before the rest; and those left out."""
+    ranked = sorted(candidates, key=_rank)
     seen: set[tuple[str, ...]] = set()
     first: list[Candidate] = []
     for depth in (1, 3):  # one of each engine before one of each load mode and KV type
@@ -235,7 +240,7 @@ def pick_finalists(candidates: list[Candidate], most: int) -> tuple[list[Candida
     n_engines = len({item.placement.engine for item in candidates})
     order = first + [item for item in ranked if item not in first]
     chosen = order[: max(most, n_engines)]
-    return sorted(chosen, key=lambda item: (_request_s(item), item.thrift)), order[len(chosen) :]
+    return sorted(chosen, key=_rank), order[len(chosen) :]
 
 
 def search(
@@ -267,7 +272,7 @@ def _fitting(
     engines: tuple[str, ...],
     ledger: _Ledger,
 ) -> tuple[list[Candidate], int, str]:
-    """Candidates that make sense and fit; how many were looked at; the shortage of the one that came closest."""
+    """Candidates that fit; how many were looked at; the shortage of the one that came closest."""
     limit, cores, work = host_limit_bytes(report, limits), report.host.cpus[0].cores_available, work_of(card)
     candidates: list[Candidate] = []
     considered, closest, words = 0, float("inf"), ""
@@ -296,4 +301,5 @@ def _memory_refusal(card: ModelCard, workload: Workload, limits: Limits, shortes
         remedies.append(f"a larger --host-memory-mib (now {limits.host_memory_mib})")
     if not limits.allow_storage_streaming:
         remedies.append("--allow-storage-streaming (slow)")
-    return f"{card.name} does not fit: the smallest placement {shortest}; try {', '.join(remedies)}, or a smaller quant"
+    remedies.append("a smaller quant of the model")
+    return f"{card.name} does not fit: the smallest placement {shortest}; try {', '.join(remedies)}"
