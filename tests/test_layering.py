@@ -83,5 +83,7 @@ def test_front_ends_load_neither_cupy_nor_the_kernels() -> None:
         "bad = [n for n in sys.modules if n.split('.')[0] == 'cupy' or n.startswith(('worker.cpu', 'worker.runtime'))]\n"
         "sys.exit(repr(bad) if bad else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
