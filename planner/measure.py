@@ -25,7 +25,8 @@ FEWEST_ROUNDS = 3
 MOST_ROUNDS = 40
 CONFIRM_SHARE = 0.25  # of the budget, kept for the held-out prompts of the last two
 TIE_RATIO = 1.015  # two candidates closer than this are equal for a user
-HOPELESS_RATIO = 1.6  # slower than this in the first (cold) trial: not worth a round
+HOPELESS_COLD_RATIO = 2.0  # slower than this in the first trial, page faults and all: not worth a round
+HOPELESS_RATIO = 1.5  # the same for warm rounds, while there are too few for an interval
 _TRIAL_LIMIT_RATIO = 4.0  # a trial is stopped at this multiple of the best one
 _SHORTEST_LIMIT_S = 20.0
 _FIRST_LIMIT_S = 300.0
@@ -138,7 +139,7 @@ class _Race:
             if trial is None:
                 continue
             score = self.score(trial)
-            if score > HOPELESS_RATIO * best:
+            if score > HOPELESS_COLD_RATIO * best:
                 await self.pool.drop(candidate)
                 self.drop(
                     candidate, "measure", f"{score / best:.2f} times the leader's time in the first trial"
@@ -177,29 +178,35 @@ class _Race:
 
         return sorted(self.alive, key=ratio)
 
+    async def _lost(self, candidate: Candidate, leader: Candidate, interval: Interval) -> None:
+        ends = f" ({interval.low:.3f} to {interval.high:.3f})" if interval.low and interval.high else ""
+        await self.pool.drop(candidate)
+        words = f"{interval.ratio:.3f}{ends} times {leader.label} over {interval.n} rounds"
+        self.drop(candidate, "measure", words)
+
     async def drop_slower(self, split: Split) -> bool:
-        """Drops what is slower beyond doubt. True when what is left is one candidate or all equal."""
+        """Drops what is slower beyond doubt. True when nothing is left open: one candidate, or all judged."""
         leader, *others = self.ranking(split)
         settled = True
         for candidate in others:
             interval = self.against(candidate.label, leader.label, split)
-            if (
-                interval is None
-                or interval.n < FEWEST_ROUNDS
-                or interval.low is None
-                or interval.high is None
-            ):
-                settled = False
-            elif interval.low > 1.0 and interval.ratio > TIE_RATIO:
-                words = (
-                    f"{interval.ratio:.3f} times {leader.label} ({interval.low:.3f} to {interval.high:.3f})"
-                )
-                if len(self.alive) > 2:  # the last two both go on to the held-out prompts
-                    await self.pool.drop(candidate)
-                    self.drop(candidate, "measure", f"{words}, {interval.n} rounds")
-            elif interval.high > TIE_RATIO:
-                settled = False
+            verdict = judge(interval)
+            settled = settled and verdict != "open"
+            # the last two both go on to the held-out prompts
+            if interval is not None and verdict == "slower" and len(self.alive) > 2:
+                await self._lost(candidate, leader, interval)
         return settled
+
+
+def judge(interval: Interval | None) -> Literal["slower", "equal", "open"]:
+    """What a ratio to the leader's time proves so far."""
+    if interval is None:
+        return "open"
+    if interval.n < FEWEST_ROUNDS or interval.low is None or interval.high is None:
+        return "slower" if interval.ratio > HOPELESS_RATIO else "open"
+    if interval.low > 1.0 and interval.ratio > TIE_RATIO:
+        return "slower"
+    return "equal" if interval.high <= TIE_RATIO else "open"
 
 
 async def _repeat(race: _Race, split: Split, until_s: float, fewest: int) -> str:
