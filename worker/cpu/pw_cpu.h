@@ -12,6 +12,7 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#pragma GCC visibility push(default) /* the library hides every other symbol */
 
 #define PW_ABI_VERSION 1
 #define PW_PAGE_TOKENS 32 /* tokens in a KV page */
@@ -171,6 +172,7 @@ void pw_step_profile(pw_step* step, double* seconds);
 double pw_read_bandwidth(pw_team* team, int32_t n_threads, const void* memory, size_t bytes); /* bytes per second */
 double pw_int8_peak(pw_team* team, int32_t n_threads); /* multiply-adds per second, registers only */
 
+#pragma GCC visibility pop
 #ifdef __cplusplus
 }
 #endif
