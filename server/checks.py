@@ -33,23 +33,26 @@ HARMLESS: dict[str, Callable[[Any], bool]] = {
     "json_schema": lambda value: False,
 }
 
+RESERVED_TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt"})
+
 
 def decode_body(raw: bytes, kind: type[Body]) -> Body:
     """The body as a checked struct. Raises RequestError that names the field at fault."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `")
-        param = path.rstrip("`").removeprefix("$").lstrip(".") or _missing_field(message)
-        where = f"{param}: " if param else ""
-        raise RequestError(f"{where}{message}", param=param) from error
+        raise _bad_field(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 
-def _missing_field(message: str) -> str | None:
-    found = re.search(r"missing required field `(\w+)`", message)
-    return found.group(1) if found else None
+def _bad_field(problem: str) -> RequestError:
+    """msgspec's message in our words: the field first, as `messages[0].role`."""
+    message, _, place = problem.partition(" - at ")
+    path = place.removeprefix("`key` in ").strip("`").removeprefix("$").removeprefix(".")
+    missing = re.search(r"missing required field `(\w+)`", message)
+    param = ".".join(part for part in (path, missing.group(1) if missing else "") if part)
+    return RequestError(f"{param}: {message}" if param else message, param=param or None)
 
 
 def refuse_unserved(request: SamplingFields) -> None:
@@ -78,6 +81,12 @@ def check_sampling(request: SamplingFields, n_vocab: int) -> None:
 def check_chat(request: ChatRequest) -> None:
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs: needs logprobs = true", param="top_logprobs")
+    reserved = RESERVED_TEMPLATE_NAMES.intersection(request.chat_template_kwargs or {})
+    if reserved:
+        raise RequestError(
+            f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be given here",
+            param="chat_template_kwargs",
+        )
     for index, message in enumerate(request.messages):
         needs_content = message.role in ("system", "developer", "user")
         if message.content is None and needs_content:

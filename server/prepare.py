@@ -13,7 +13,7 @@ from configs.errors import RequestError
 from configs.settings import SamplingDefaults
 from server.checks import check_chat, check_sampling, completion_prompt, refuse_unserved
 from server.job import Job
-from server.schema import ChatRequest, CompletionRequest, Message, SamplingFields
+from server.schema import ChatRequest, CompletionRequest, SamplingFields
 from server.service import Service
 from worker.protocol import Generate, SamplingParams
 
@@ -76,32 +76,10 @@ def render_chat(service: Service, request: ChatRequest) -> str:
         raise RequestError(
             f"model {service.model.name} has no chat template; use /v1/completions", code="no_chat_template"
         )
-    messages = [template_message(message, index) for index, message in enumerate(request.messages)]
+    messages: list[dict[str, Any]] = msgspec.to_builtins(request.messages)
     return service.text.template.render(
         messages, add_generation_prompt=True, **(request.chat_template_kwargs or {})
     )
-
-
-def template_message(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates know it: plain text content, and no roles that only OpenAI has."""
-    plain = {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
-    plain["role"] = "system" if message.role == "developer" else message.role
-    plain["content"] = _plain_text(message, index)
-    return plain
-
-
-def _plain_text(message: Message, index: int) -> str:
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
-    for number, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
-            param = f"messages[{index}].content[{number}]"
-            raise RequestError(
-                f"{param}: a part of type {part.type!r} is not supported; this model reads text only",
-                code="unsupported_content",
-                param=param,
-            )
-    return "\n".join(part.text or "" for part in message.content)
 
 
 def sampling_params(

@@ -53,16 +53,11 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: Unserved = None
 
 
-class TextPart(msgspec.Struct, frozen=True):
-    """A part of a message; `type` is checked by hand so that the refusal can name it."""
-
-    type: str
-    text: str | None = None
-
-
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Parts of `content` are checked by the chat template, which knows what the model can read."""
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None

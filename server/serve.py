@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from typing import Any, cast
 
 from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config
@@ -64,7 +65,7 @@ async def run_server(
     """
     close = asyncio.Event()
     config = _hypercorn_config(listener, settings)
-    serving = asyncio.create_task(hypercorn_serve(app, config, shutdown_trigger=close.wait))
+    serving = asyncio.create_task(hypercorn_serve(cast(Any, app), config, shutdown_trigger=close.wait))
     try:
         async with supervisor:
             await _until_over(supervisor, serving, stop, announce)

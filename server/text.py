@@ -1,4 +1,4 @@
-"""What the server needs of a tokenizer and a chat template; `worker/model` has the real ones.
+"""The text side of a model as the server sees it; `worker/model` has the real ones.
 
 Everything here is pure computation on the caller's thread. Requests call it through `asyncio.to_thread`,
 except for the decoding of single tokens, which is cheaper than the hand-over.
@@ -6,35 +6,29 @@ except for the decoding of single tokens, which is cheaper than the hand-over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 
 class Tokenizer(Protocol):
-    @property
-    def bos_id(self) -> int | None: ...
+    """What `worker.model.tokenizer.Tokenizer` offers, as far as the server needs it."""
 
-    @property
-    def end_ids(self) -> frozenset[int]: ...
-
-    @property
-    def n_vocab(self) -> int: ...
+    end_ids: frozenset[int]
+    n_vocab: int
 
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
 
-    def piece_bytes(self, id: int) -> bytes:
-        """The bytes that one token stands for in running text; b"" for control tokens."""
-        ...
+    def piece_bytes(self, token_id: int, /) -> bytes: ...
 
 
 class StreamDecoder(Protocol):
     """Ids to text, holding back bytes that do not yet make a whole character."""
 
-    def push(self, id: int) -> str: ...
+    def push(self, token_id: int, /) -> str: ...
 
     def flush(self) -> str: ...
 
@@ -51,11 +45,7 @@ class StopMatcher(Protocol):
 
 class ChatTemplate(Protocol):
     def render(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: list[dict[str, Any]] | None = None,
-        **extra: Any,
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **extra: Any
     ) -> str:
         """Raises RequestError where the template refuses the conversation."""
         ...
@@ -70,9 +60,5 @@ class Text(msgspec.Struct, frozen=True):
     new_stop_matcher: Callable[[Sequence[str]], StopMatcher]
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Ids of a whole prompt, with exactly one start token where the model wants one."""
-        ids = self.tokenizer.encode(text, add_special=True, parse_special=True)
-        bos = self.tokenizer.bos_id
-        if bos is not None and ids[:2] == [bos, bos]:
-            return ids[1:]  # the chat template wrote one, too
-        return ids
+        """Ids of a whole prompt; the start token is added where the model wants one and the text has none."""
+        return self.tokenizer.encode(text, add_special=True, parse_special=True)

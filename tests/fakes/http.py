@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -57,7 +58,9 @@ class TestServer:
         self.join()
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it may just have closed its loop
+                self._loop.call_soon_threadsafe(self._stop.set)
 
     def join(self) -> None:
         self._thread.join(20)
