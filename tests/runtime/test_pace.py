@@ -11,6 +11,7 @@ from worker.runtime.pace import FIRST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS, Pace, sh
 def test_before_any_measurement() -> None:
     pace = Pace()
     assert pace.chunk_tokens(0.1) == FIRST_CHUNK_TOKENS
+    assert pace.chunk_tokens(0.1, alone=True) >= 1_000_000
     assert pace.prefill_tokens_per_s is None
 
 

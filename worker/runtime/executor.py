@@ -8,10 +8,11 @@ makes one call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from plans.placement import Placement
 from worker.protocol import SamplingParams
 
 PAGE_TOKENS = 32
@@ -185,3 +186,10 @@ class Executor(Protocol):
     def close(self) -> None:
         """Free everything; the executor is not used afterwards."""
         ...
+
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Called while a model loads: phase, done bytes, total bytes. It may raise to end the load."""
+
+ExecutorFactory = Callable[[str, Placement, ProgressCallback], Executor]
+"""Loads a model file under a placement. Raises errors of `configs.errors`, OSError or MemoryError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 LEAST_CHUNK_TOKENS = 8
 FIRST_CHUNK_TOKENS = 32  # before anything was measured
+NO_BOUND = 1 << 30
 WEIGHT_OF_NEWEST = 0.25
 
 
@@ -29,12 +30,15 @@ class Pace:
             added_s = max(step_s - (self.decode_s or 0.0), step_s / 5)
             self.token_s = _blend(self.token_s, added_s / prompt_tokens)
 
-    def chunk_tokens(self, budget_s: float) -> int:
-        """Prompt tokens that add about budget_s to a step; at least a few, so that prompts always advance."""
+    def chunk_tokens(self, budget_s: float, alone: bool = False) -> int:
+        """Prompt tokens that add about budget_s to a step; at least a few, so that prompts always advance.
+
+        Before anything was measured: a few when others decode, no bound when `alone`.
+        """
         if self.token_s is None:
-            return FIRST_CHUNK_TOKENS
+            return NO_BOUND if alone else FIRST_CHUNK_TOKENS
         if self.token_s <= 0.0:
-            return 1 << 30
+            return NO_BOUND
         return max(LEAST_CHUNK_TOKENS, int(budget_s / self.token_s))
 
     @property

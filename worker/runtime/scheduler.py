@@ -38,6 +38,9 @@ from worker.runtime.requests import (
     check_score,
 )
 
+LONGEST_STEP_S = 5.0
+"""Bound on a step that only computes prompts: whoever arrives in the meantime waits for its end."""
+
 Plan = list[tuple[Request, int]]  # who takes part in a step, and with how many tokens
 
 
@@ -78,6 +81,7 @@ class Scheduler:
         limits: Limits,
         emit: Callable[[FromWorker], None],
         clock: Callable[[], float] = time.monotonic,
+        board: CancelBoard | None = None,
     ) -> None:
         self._executor = executor
         self._emit = emit
@@ -86,7 +90,7 @@ class Scheduler:
         self._limits = limits
         self.bounds = Bounds(executor.n_vocab, limits.context_length_tokens, executor.n_pages * PAGE_TOKENS)
         self.pool = PagePool(executor.n_pages, executor.copy_page)
-        self.board = CancelBoard()
+        self.board = board or CancelBoard()
         self.counters = Counters()
         self._pace = Pace()
         self._queue: deque[Request] = deque()  # oldest first
@@ -223,9 +227,8 @@ class Scheduler:
                 prompts.append((missing, request))
         if not prompts:
             return plan
-        budget = self._executor.max_tokens - len(plan)
-        if plan:
-            budget = min(budget, self._pace.chunk_tokens(self._limits.step_budget_s))
+        budget_s = self._limits.step_budget_s if plan else LONGEST_STEP_S
+        budget = min(self._executor.max_tokens - len(plan), self._pace.chunk_tokens(budget_s, alone=not plan))
         shares = share_budget([self._chunk_limit(request, missing) for missing, request in prompts], budget)
         plan.extend((request, share) for (_, request), share in zip(prompts, shares, strict=True) if share)
         return plan
