@@ -1,12 +1,12 @@
-"""Tiny but legal GGUF models for tests: every architecture, every tensor type, random weights with sane sizes.
+"""Tiny but legal GGUF models for tests: every architecture, every tensor type, random weights of sane size.
 
-`write_model(folder, arch="llama", quant="Q8_0")` returns the path of a model that loads, tokenizes (byte-level BPE or
-SentencePiece) and computes finite numbers. The same arguments give the same file.
+`write_model(folder, arch="llama", quant="Q8_0")` returns the path of a model that loads, tokenizes
+(byte-level BPE or SentencePiece) and computes finite numbers. The same arguments give the same file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,15 +15,17 @@ import numpy as np
 from gguf.quants import dequantize, quantize
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3")
 
-# Where the half-precision scale of a block is, and that of its minimums with the ratio that centres the values.
+# Where the half-precision scale of a block is, and that of its minimums with the ratio that centres values.
 _SCALE_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}
 _MINIMUM_AT = {"Q2_K": (82, 1.5), "Q4_K": (2, 7.5), "Q5_K": (2, 15.5)}
+Maker = Callable[..., tuple[str, np.ndarray, str]]
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 
@@ -74,7 +76,7 @@ def write_model(folder: Path, arch: str = "llama", quant: str = "Q8_0", **option
 
 
 def random_blocks(kind: str, rows: int, columns: int, std: float, rng: np.random.Generator) -> np.ndarray:
-    """Random valid stored rows (uint8[rows, row bytes]) of a tensor type, their values spread by about `std`."""
+    """Random valid rows (uint8[rows, row bytes]) of a tensor type, their values spread by about `std`."""
     qtype = gguf.GGMLQuantizationType[kind]
     try:
         return quantize((rng.standard_normal((rows, columns)) * std).astype(np.float32), qtype).view(np.uint8)
@@ -218,7 +220,9 @@ def _tensors(model: TinyModel, n_vocab: int) -> Iterator[tuple[str, np.ndarray, 
         yield matrix("output.weight", n_vocab, width, embedding_kind, 0.3)
 
 
-def _layer(model: TinyModel, prefix: str, matrix, vector) -> Iterator[tuple[str, np.ndarray, str]]:  # noqa: ANN001
+def _layer(
+    model: TinyModel, prefix: str, matrix: Maker, vector: Maker
+) -> Iterator[tuple[str, np.ndarray, str]]:
     width, kind, head_dim = model.n_embd, model.quant, model.head_dim
     q_width, kv_width = model.n_heads * head_dim, model.n_kv_heads * head_dim
     std = width**-0.5

@@ -27,8 +27,8 @@ def test_equal_to_the_gguf_package(kind: str) -> None:
 
 
 def test_every_type_of_the_gguf_package_is_decoded() -> None:
-    data = {kind: np.zeros((1, BY_NAME[kind.name].row_bytes(256)), np.uint8) for kind in gguf.GGMLQuantizationType}
-    for kind, row in data.items():
+    for kind in gguf.GGMLQuantizationType:
+        row = np.zeros((1, BY_NAME[kind.name].row_bytes(256)), np.uint8)
         try:
             gguf.quants.dequantize(row, kind)
         except NotImplementedError:

@@ -1,7 +1,7 @@
 """The pattern tables of the grid quants, which are part of the file format: data, not code.
 
-Each table is kept as the index of every element in a short list of levels, packed to 2 or 3 bits, compressed and in
-base 85.
+Each table is kept as the index of every element in a short list of levels, packed to 2 or 3 bits, compressed
+and in base 85.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import zlib
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class _Table(NamedTuple):
@@ -22,7 +23,7 @@ class _Table(NamedTuple):
 
 
 @functools.cache
-def grid(name: str) -> np.ndarray:
+def grid(name: str) -> NDArray[np.float32]:
     """The patterns of a type as float32[patterns, 4 or 8]; IQ1_M uses those of IQ1_S."""
     table = _TABLES[name]
     packed = np.frombuffer(zlib.decompress(base64.b85decode(table.text)), np.uint8)

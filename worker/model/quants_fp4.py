@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from worker.model.quants_bits import BlockFormat, by_group, fields, half, signed
+from worker.model.quants_bits import BlockFormat, Floats, by_group, fields, half, signed
 
-# Twice the values of a float with two exponent bits and one of mantissa; the scales below are halved to match.
+# Twice the values of a float with two exponent bits and one of mantissa; scales below are halved to match.
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 
 
-def _half_power_of_two(exponents: np.ndarray) -> np.ndarray:
+def _half_power_of_two(exponents: np.ndarray) -> Floats:
     """2 ** (e - 128) of the bytes e, half of what an E8M0 scale means; e = 0 and 1 are subnormal numbers."""
     wide = exponents.astype(np.uint32)
     bits = np.where(wide < 2, np.uint32(0x00200000) << wide, (wide - np.uint32(1)) << np.uint32(23))
     return bits.astype(np.uint32).view(np.float32)
 
 
-def _half_of_e4m3() -> np.ndarray:
-    """Half the value of each of the 256 codes of an unsigned float with four exponent and three mantissa bits."""
+def _half_of_e4m3() -> Floats:
+    """Half the value of each code (256) of an unsigned float with 4 exponent and 3 mantissa bits."""
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 0xF, codes & 7
     values = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
@@ -30,19 +30,19 @@ def _half_of_e4m3() -> np.ndarray:
 _HALF_E4M3 = _half_of_e4m3()
 
 
-def _mxfp4(blocks: np.ndarray) -> np.ndarray:
+def _mxfp4(blocks: np.ndarray) -> Floats:
     return _half_power_of_two(blocks["exponent"]).reshape(-1, 1) * _E2M1[fields(blocks["low"], 4, 16)]
 
 
-def _nvfp4(blocks: np.ndarray) -> np.ndarray:
+def _nvfp4(blocks: np.ndarray) -> Floats:
     return by_group(_HALF_E4M3[blocks["scales"]], _E2M1[fields(blocks["low"], 4, 8)])
 
 
-def _iq4_nl(blocks: np.ndarray) -> np.ndarray:
+def _iq4_nl(blocks: np.ndarray) -> Floats:
     return half(blocks["scale"]) * _IQ4[fields(blocks["low"], 4, 16)]
 
 
-def _iq4_xs(blocks: np.ndarray) -> np.ndarray:
+def _iq4_xs(blocks: np.ndarray) -> Floats:
     low, high = fields(blocks["scales_low"], 4, 1), fields(blocks["scales_high"], 2, 1)
     scales = half(blocks["scale"]) * signed(low | (high << np.uint8(4)), 32)
     return by_group(scales, _IQ4[fields(blocks["low"], 4, 16)])
