@@ -7,6 +7,7 @@ read.
 
 from __future__ import annotations
 
+import bisect
 import mmap
 import os
 import stat
@@ -235,9 +236,8 @@ def _strings(cursor: _Cursor, key: str) -> StringArray:
         position += 8 + length_at(buffer, position)[0]
     starts.append(position)
     if position > cursor.size or len(starts) != count + 1:
-        raise cursor.fail(
-            f"{count} strings should follow but the file ends inside of number {len(starts) - 1}"
-        )
+        complete = bisect.bisect_right(starts, cursor.size) - 1
+        raise cursor.fail(f"{count} strings should follow but the file ends after {complete} of them")
     cursor.position = position
     return StringArray(key, buffer, np.array(starts, np.int64))
 
