@@ -25,6 +25,8 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3")
 # Where the half-precision scale of a block is, and that of its minimums with the ratio that centres values.
 _SCALE_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}
 _MINIMUM_AT = {"Q2_K": (82, 1.5), "Q4_K": (2, 7.5), "Q5_K": (2, 15.5)}
+# A small embedding and strong layers: what the model says next depends on more than the token before.
+_EMBEDDING_STD, _GAIN = 0.1, 3.0
 Maker = Callable[..., tuple[str, np.ndarray, str]]
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
@@ -210,14 +212,15 @@ def _tensors(model: TinyModel, n_vocab: int) -> Iterator[tuple[str, np.ndarray, 
 
     width = model.n_embd
     embedding_kind = model.embedding_quant or model.quant
-    yield matrix("token_embd.weight", n_vocab, width, embedding_kind, 0.3)
+    shrink = width**0.5 if model.arch == "gemma3" else 1.0  # which multiplies the embedding by this
+    yield matrix("token_embd.weight", n_vocab, width, embedding_kind, _EMBEDDING_STD / shrink)
     if model.rope_factors:
         yield "rope_freqs.weight", np.linspace(1.0, 8.0, model.head_dim // 2, dtype=np.float32), "F32"
     for layer in range(model.n_layers):
         yield from _layer(model, f"blk.{layer}.", matrix, vector)
-    yield vector("output_norm.weight", width)
+    yield vector("output_norm.weight", width, centre=4.0 * shrink)
     if not model.tied:
-        yield matrix("output.weight", n_vocab, width, embedding_kind, 0.3)
+        yield matrix("output.weight", n_vocab, width, embedding_kind, _EMBEDDING_STD / shrink)
 
 
 def _layer(
@@ -231,7 +234,7 @@ def _layer(
         yield matrix(f"{prefix}{name}.weight", rows, width, kind, std)
         if model.arch == "qwen2":
             yield vector(f"{prefix}{name}.bias", rows, centre=0.0)
-    yield matrix(prefix + "attn_output.weight", width, q_width, kind, q_width**-0.5)
+    yield matrix(prefix + "attn_output.weight", width, q_width, kind, _GAIN * q_width**-0.5)
     if model.arch in ("qwen3", "qwen3moe", "gemma3"):
         yield vector(prefix + "attn_q_norm.weight", head_dim)
         yield vector(prefix + "attn_k_norm.weight", head_dim)
@@ -244,7 +247,7 @@ def _layer(
         yield matrix(prefix + "ffn_gate_inp.weight", model.n_experts, width, "F32", 4 * std)
     yield matrix(f"{prefix}ffn_gate{suffix}.weight", model.n_ff, width, kind, std, stack)
     yield matrix(f"{prefix}ffn_up{suffix}.weight", model.n_ff, width, kind, std, stack)
-    yield matrix(f"{prefix}ffn_down{suffix}.weight", width, model.n_ff, kind, model.n_ff**-0.5, stack)
+    yield matrix(f"{prefix}ffn_down{suffix}.weight", width, model.n_ff, kind, _GAIN * model.n_ff**-0.5, stack)
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:

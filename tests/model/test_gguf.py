@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -13,6 +14,7 @@ from configs.errors import ModelFileError
 from tests import tiny
 from tests.model import raw_gguf as raw
 from worker.model.gguf import open_model
+from worker.model.metadata import StringArray
 
 
 def test_agrees_with_the_gguf_package(tmp_path: Path) -> None:
@@ -23,9 +25,7 @@ def test_agrees_with_the_gguf_package(tmp_path: Path) -> None:
     for name, field in reader.fields.items():
         if not name.startswith("GGUF."):
             found = model.metadata[name]
-            assert (
-                list(found) if hasattr(found, "__len__") and not isinstance(found, str) else found
-            ) == field.contents()
+            assert (list(found) if isinstance(found, np.ndarray | StringArray) else found) == field.contents()
     assert list(model.tensors) == [tensor.name for tensor in reader.tensors]
     for tensor in reader.tensors:
         ours = model.tensors[tensor.name]
@@ -83,7 +83,7 @@ def test_typed_getters_refuse_by_key_and_value(tmp_path: Path) -> None:
     assert metadata.integer("count") == 7 and metadata.number("count") == 7.0
     assert metadata.flag("yes") and metadata.per_layer("list", 2) == (3, 4)
     assert metadata.per_layer("count", 3) == (7, 7, 7) and metadata.integer("absent", 5) == 5
-    refusals = {
+    refusals: dict[str, Callable[[], object]] = {
         "count = 7, expected a whole number from 8 to 9": lambda: metadata.integer(
             "count", minimum=8, maximum=9
         ),

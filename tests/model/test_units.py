@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from configs.errors import ModelFileError
@@ -69,7 +70,8 @@ def test_experts(tmp_path: Path, arch: str) -> None:
     assert unit.kind == "moe_ffn" and set(unit.tensors) == {
         *("norm", "router", "gate_experts", "up_experts", "down_experts")
     }
-    assert unit.shape == MoeShape(6, 3, 512, "silu", pytest.approx(1e-6), "softmax", True, 1.0)
+    norm_eps = float(np.float32(1e-6))
+    assert unit.shape == MoeShape(6, 3, 512, "silu", norm_eps, "softmax", True, 1.0)
     assert unit.tensors["gate_experts"].experts == 6
 
 
