@@ -1,4 +1,4 @@
-"""Real models, from the folder that PLACEWRIGHT_TEST_MODELS names: they open, and every tensor decodes to numbers."""
+"""Real models from the folder that PLACEWRIGHT_TEST_MODELS names open, and every type gives numbers."""
 
 from __future__ import annotations
 
