@@ -16,7 +16,7 @@ GREEDY = {"temperature": 0.0, "top_p": 1.0, "repeat_penalty": 1.0, "n_top": -1}
 
 
 class StepBatch:
-    """Room for max_tokens tokens and max_outputs outputs of max_sequences sequences with max_pages pages each.
+    """Room for max_tokens tokens and max_outputs outputs of max_sequences sequences of max_pages pages.
 
     Arrays, all int32: `token_ids`, `positions` [max_tokens]; `sequence_first` [max_sequences + 1];
     `page_tables` [max_sequences, max_pages]; `output_rows` [max_outputs]. `samplers` and `sampled` are arrays

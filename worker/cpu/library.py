@@ -187,7 +187,7 @@ class Library:
         row_begin: int = 0,
         row_end: int | None = None,
     ) -> None:
-        """Packs rows [row_begin, row_end) of one matrix; the addresses are of its first byte. Frees the GIL."""
+        """Packs rows [row_begin, row_end) of a matrix; addresses are of its first byte. Frees the GIL."""
         end = rows if row_end is None else row_end
         if (
             self.calls.pw_pack(type_id, rows, columns, file_address, packed_address, row_begin, end)
