@@ -50,6 +50,8 @@ def make_environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = to_json
     environment.filters["from_json"] = json.loads
+    # A prompt is no HTML: marked as safe, a text would make the texts added to it escaped.
+    environment.filters["safe"] = str
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
     return environment
