@@ -1,7 +1,7 @@
 """OpenAI-style messages in the form in which chat templates want them.
 
-`normalize_messages` gives the usual form and refuses what is malformed. `variants` gives that form and then the others
-that some templates insist on, for the case that a template fails.
+`normalize_messages` gives the usual form and refuses what is malformed. `variants` gives that form and then
+the others that some templates insist on, for the case that a template fails.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Messages to prompt text, by the template in the model file.
 
 `load_chat_template` finds the template; `ChatTemplate.render` runs it in a sandbox in a process of its own
-(`template_process.py` says why) and deals with the dialects: templates differ in how they want tool arguments and
-message content.
+(`template_process.py` says why) and deals with the dialects: templates differ in how they want tool arguments
+and message content.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ChatTemplate:
         self._process = TemplateProcess(limit_s=limit_s, limit_characters=limit_characters)
 
     def warm(self) -> None:
-        """Start the render process and compile the template, so that the first request does not wait for it."""
+        """Start the render process and compile the template, so that no request waits for it."""
         self._process.warm(self.source)
 
     def close(self) -> None:
@@ -53,11 +53,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
     ) -> str:
-        """The prompt for an OpenAI-style conversation, special tokens spelt out (tokenize with `parse_special`).
+        """The prompt for an OpenAI-style conversation; its special tokens are text: tokenize with `parse_special`.
 
         `extra` reaches the template under its own names (`enable_thinking=False`). Raises RequestError: code
-        `template_error` with the template's own words where it refuses or fails, `invalid_request` for messages that
-        are malformed or hold more than text.
+        `template_error` with the template's own words where it refuses or fails, `invalid_request` for
+        messages that are malformed or hold more than text.
         """
         context: dict[str, Any] = {
             **self._special_tokens,

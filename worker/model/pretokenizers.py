@@ -1,8 +1,9 @@
 """How byte-level BPE models cut text into words before merging: one rule per name of `tokenizer.ggml.pre`.
 
-A rule is a list of regular expressions. Each in turn cuts every piece that the one before it left: a match becomes a
-piece of its own and so does the text between two matches. The expressions are part of the file format (a model is
-trained on words cut by exactly these), written in the dialect of Oniguruma, which `tokenizers` uses.
+A rule is a list of regular expressions. Each in turn cuts every piece that the one before it left: a match
+becomes a piece of its own and so does the text between two matches. The expressions are part of the file
+format (a model is trained on words cut by exactly these), written in the dialect of Oniguruma, which
+`tokenizers` uses.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
-# Words that change case once, as o200k and Tekken cut them: letters that are not lower-case ASCII, then letters that
-# are not upper-case ASCII, at least one of either kind.
+# Words that change case once, as o200k and Tekken cut them: letters that are not lower-case ASCII, then
+# letters that are not upper-case ASCII, at least one of either kind.
 _UPPER = r"(?:(?=\p{L})[^a-z])"
 _LOWER = r"(?:(?=\p{L})[^A-Z])"
 _CASED_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
@@ -66,6 +67,8 @@ _ASCII_SYMBOL_WORD = r"[!\"#$%\x26'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
 _WORD_BY_CATEGORIES = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 _DEEPSEEK3 = rf"{_ASCII_SYMBOL_WORD}|{_WORD_BY_CATEGORIES}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 _JAIS2_BLANKS = "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
+# Its middle range holds the ideographic space, as the models' own tokenizers have it; llama.cpp replaces wide
+# spaces before it matches, so the two may cut differently next to one.
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # The cased letters as DeepSeek's first tokenizer lists them.
 _CASED_LETTERS = (
