@@ -1,9 +1,7 @@
 // Chooses the table of element kernels that fits the instruction set level in use.
 #include "element_kernels.h"
 
-#include <cstring>
-
-#include "pw_cpu.h"
+#include "isa.h"
 
 namespace pw {
 
@@ -15,7 +13,7 @@ extern const ElementKernels element_table;
 }
 
 const ElementKernels& element_kernels() {
-  return std::strcmp(pw_isa(), "avx2") == 0 ? avx2::element_table : avx512::element_table;
+  return isa_level() == IsaLevel::avx512 ? avx512::element_table : avx2::element_table;
 }
 
 }  // namespace pw
