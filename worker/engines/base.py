@@ -1,6 +1,7 @@
 """What an engine is: something that can run a plan. The planner, the bench and the server know only this page.
 
-An engine takes token ids and yields events. It is used from one asyncio loop; several requests may run at a time.
+An engine takes token ids and yields events. It is used from one asyncio loop; several requests may run at a
+time.
 """
 
 from __future__ import annotations
