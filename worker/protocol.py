@@ -140,10 +140,11 @@ class Timings(msgspec.Struct, frozen=True):
     completion_tokens: int
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
     request_id: str
     reason: str  # "stop" (an id of stop_ids), "length", "cancelled"
     timings: Timings
+    stop_id: int | None = None  # the id that ended it, for "stop"; it has no token event
 
 
 class Scored(msgspec.Struct, frozen=True, tag="scored"):

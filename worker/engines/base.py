@@ -1,6 +1,7 @@
 """What an engine is: something that can run a plan. The planner, the bench and the server know only this page.
 
-An engine takes token ids and yields events. It is used from one asyncio loop; several requests may run at a time.
+An engine takes token ids and yields events. It is used from one asyncio loop; several requests may run at a
+time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_capacity_tokens: int | None
     memory_bytes: dict[str, int]
     load_s: float | None
+    feeds_teacher_ids: bool = True  # False: with `teacher_ids` it decodes as many tokens, but its own
 
 
 class Engine(abc.ABC):
