@@ -102,7 +102,7 @@ class Supervisor:
 
     async def __aexit__(self, *_: object) -> None:
         await self._set_state("stopping")
-        self._fail_runs("the server is shutting down")
+        self._fail_runs(_shutting_down())
         assert self._watcher is not None
         self._watcher.cancel()
         await asyncio.wait({self._watcher})
@@ -151,16 +151,16 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         while self._runs and time.monotonic() < deadline and not hurry.is_set():
             await asyncio.sleep(POLL_S)
-        self._fail_runs("the server is shutting down")
+        self._fail_runs(_shutting_down())
 
     def _ready_engine(self) -> Engine:
         if self.state != "ready" or self._engine is None:
             raise unavailable(f"the engine is not ready: {self.state}; try again shortly")
         return self._engine
 
-    def _fail_runs(self, reason: str) -> None:
+    def _fail_runs(self, error: Exception) -> None:
         for run in self._runs:
-            run.fail(EngineDiedError(reason))
+            run.fail(error)
 
     async def _set_state(self, state: State) -> None:
         async with self._changed:
@@ -205,7 +205,7 @@ class Supervisor:
             self._note_failure(EngineDiedError("the engine died"))
             return time.monotonic() - ready_at
         finally:
-            self._fail_runs("the engine died")
+            self._fail_runs(EngineDiedError("the engine died"))
             await self._engine.close()
 
     def _note_progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
@@ -215,3 +215,7 @@ class Supervisor:
         self.last_error = str(error) or type(error).__name__
         expected = isinstance(error, (EngineStartError, EngineDiedError))
         logger.error("engine: %s", self.last_error, exc_info=None if expected else error)
+
+
+def _shutting_down() -> RequestFailedError:
+    return RequestFailedError("the server is shutting down", code="shutdown")
