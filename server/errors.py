@@ -14,6 +14,7 @@ ENGINE_CODES = {  # codes of `worker.protocol.Failed` and the status they mean
     "invalid_request": 400,
     "overloaded": 429,
     "shutdown": 503,
+    "timeout": 504,
 }
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -31,10 +32,11 @@ def to_request_error(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EngineDiedError):
-        return unavailable(f"the engine stopped while it worked on this request: {error}")
+        return unavailable(
+            "the engine stopped while it worked on this request; it is being replaced, try again"
+        )
     if isinstance(error, RequestFailedError):
-        code = str(getattr(error, "code", "internal"))
-        return RequestError(str(error), code=code, status=ENGINE_CODES.get(code, 500))
+        return RequestError(str(error), code=error.code, status=ENGINE_CODES.get(error.code, 500))
     message = (
         str(error) if isinstance(error, PlacewrightError) else "internal error; the server's log has more"
     )

@@ -21,7 +21,7 @@ from tests.fakes.text import EOS, N_VOCAB, fake_text, ids_of
 from worker.protocol import Generate
 
 ANSWER = "Grüße, world! This is a scripted answer. "
-QUICK_RESTARTS = WorkerSettings(restart_backoff_s=0.05, restart_backoff_max_s=0.2, restarts_in_a_row=3)
+QUICK_RESTARTS = WorkerSettings(restart_backoff_s=0.05, restart_backoff_max_s=0.2, failed_starts_in_a_row=3)
 
 
 def scripted(request: Generate) -> list[int]:
