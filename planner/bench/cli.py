@@ -109,7 +109,7 @@ def _row(side: SideSummary) -> tuple[str, ...]:
 def race_text(result: RaceResult) -> str:
     head = ("side", "threads", "prefill tok/s", "decode tok/s", "TTFT s", "decode reads", "of RAM rate")
     lines = [
-        f"{result.model}: {result.prompt_tokens} prompt and {result.output_tokens} output tokens, the same prompt ids for both",
+        f"{result.model}: {result.prompt_tokens} prompt and {result.output_tokens} output tokens",
         show.table(head, [_row(result.plan), _row(result.baseline)]),
         f"  prefill: {_interval_text(result.prefill_speedup)} the baseline's speed",
         f"  decode:  {_interval_text(result.decode_speedup)} the baseline's speed",

@@ -10,10 +10,10 @@ from planner.cost import work_of
 from planner.memory import KV_BYTES_PER_ELEMENT
 from planner.statistics import Interval, bootstrap_ratio, median, spread
 from planner.trials import Timing
-from worker.engines.base import EngineInfo
 from plans.card import ModelCard
 from plans.machine import ReadRate
 from plans.placement import Placement
+from worker.engines.base import EngineInfo
 
 
 class SideSummary(msgspec.Struct, frozen=True):
