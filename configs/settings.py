@@ -1,7 +1,7 @@
 """Preferences of a person, read from one TOML file; every default lives here.
 
-Nothing that belongs to a plan is a setting: what was tuned is in the plan, what the owner of the machine wants is
-here. The file is optional; an unknown key or a bad value is refused with its name, never skipped.
+Nothing that belongs to a plan is a setting: what was tuned is in the plan, what the owner of the machine wants
+is here. The file is optional; an unknown key or a bad value is refused with its name, never skipped.
 """
 
 from __future__ import annotations

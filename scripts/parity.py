@@ -22,7 +22,8 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plans.placement import CPU_ONLY, Placement
-from worker.model.describe import describe
+from worker.model.describe import describe_file
+from worker.model.gguf import open_model
 from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.lower import lower
 from worker.ops.reference import ReferenceExecutor
@@ -33,11 +34,15 @@ CHUNK_TOKENS = 128
 
 
 class BaseLogits(NamedTuple):
-    """Of one text: token ids [n_context] and log probabilities [n_scored, n_vocab] for positions first.. ."""
+    """Of one text: token ids [n_context] and log probabilities [n_scored, n_vocab] for positions first.. .
+
+    `known` is False where the file only says "more than 16 nats below the best": those have no value of their own.
+    """
 
     token_ids: list[int]
     first: int
     logprobs: Floats
+    known: npt.NDArray[np.bool_]
 
 
 class Agreement(NamedTuple):
@@ -68,8 +73,9 @@ def read_base_logits(path: Path) -> BaseLogits:
     rows = np.frombuffer(data, np.uint16, offset=20 + 4 * int(n_context * n_chunks)).reshape(-1, width)
     rows = rows[: int(n_context) - 1 - first]
     scale, lowest = np.ascontiguousarray(rows[:, :4]).view(np.float32).T
-    logprobs = rows[:, 4 : 4 + int(n_vocab)] * scale[:, None] + lowest[:, None]
-    return BaseLogits([int(i) for i in ids], first, logprobs.astype(np.float32))
+    codes = rows[:, 4 : 4 + int(n_vocab)]
+    logprobs = codes * scale[:, None] + lowest[:, None]
+    return BaseLogits([int(i) for i in ids], first, logprobs.astype(np.float32), codes > 0)
 
 
 def log_softmax(logits: Floats) -> Floats:
@@ -78,16 +84,15 @@ def log_softmax(logits: Floats) -> Floats:
 
 
 def compare(base: BaseLogits, ours: Floats) -> Agreement:
-    p = np.exp(base.logprobs.astype(np.float64))
-    p /= p.sum(axis=-1, keepdims=True)
-    divergence = np.sum(p * (np.log(np.maximum(p, 1e-30)) - ours), axis=-1)
+    terms = np.exp(base.logprobs.astype(np.float64)) * (base.logprobs - ours)
+    divergence = np.sum(np.where(base.known, terms, 0.0), axis=-1)
     targets = np.asarray(base.token_ids[base.first + 1 : base.first + 1 + len(ours)])
     rows = np.arange(len(ours))
     return Agreement(
         tokens=len(ours),
         mean_kl=float(divergence.mean()),
         max_kl=float(divergence.max()),
-        top1=float((p.argmax(-1) == ours.argmax(-1)).mean()),
+        top1=float((base.logprobs.argmax(-1) == ours.argmax(-1)).mean()),
         perplexity_base=float(np.exp(-base.logprobs[rows, targets].mean())),
         perplexity=float(np.exp(-ours[rows, targets].mean())),
     )
@@ -115,8 +120,8 @@ def native_logprobs(model: Path, base: BaseLogits, threads: int, kv_type: str, l
 
 
 def reference_logprobs(model: Path, base: BaseLogits) -> Floats:
-    description = describe(model)
-    oplist = lower(description.units)
+    file = open_model(model)
+    oplist = lower(describe_file(file).units)
     executor = ReferenceExecutor(
         oplist, reference_weights(description), len(base.token_ids) // PAGE_TOKENS + 1
     )

@@ -1,8 +1,8 @@
 """Building blocks of architectures: checked tensors, and units in the forms that several architectures share.
 
-`Parts` hands out tensors by name, type and shape and knows at the end which were missing and which nobody asked for.
-The functions below it make units from `Sizes` and `Parts`. No block asks which architecture it works for: what
-differs comes in as an argument.
+`Parts` hands out tensors by name, type and shape and knows at the end which were missing and which nobody
+asked for. The functions below it make units from `Sizes` and `Parts`. No block asks which architecture it
+works for: what differs comes in as an argument.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Parts:
         return name in self._file.tensors
 
     def matrix(self, name: str, *shape: int) -> TensorRef:
-        """A weight matrix [columns, rows] or a stack of them [columns, rows, experts], of any type for weights."""
+        """A matrix [columns, rows] or a stack of them [columns, rows, experts], of any type for weights."""
         return self._take(name, shape, WEIGHT_TYPES, "a type for weights")
 
     def vector(self, name: str, length: int) -> TensorRef:
@@ -64,19 +64,20 @@ class Parts:
         self.vector(name, length)
         return self._file.tensor_bytes(name).view("<f4")
 
-    def finish(self, units: list[Unit], ignorable: frozenset[str] = frozenset()) -> tuple[Unit, ...]:
-        """`units` as a tuple, once every tensor is accounted for. `ignorable` names may be left over."""
+    def finish(self, units: list[Unit]) -> tuple[Unit, ...]:
+        """`units` as a tuple, once every tensor of the file is accounted for."""
         present = self._file.tensors.keys()
         if self._missing:
             raise ModelFileError(
                 f"{self._file.path}: {self._file.architecture} needs {len(self._taken)} tensors, "
-                f"{len(self._missing)} of them are missing (the file has {len(present)}); the first is {self._missing[0]}"
+                f"{len(self._missing)} of them are missing (the file has {len(present)} tensors); the "
+                f"first is {self._missing[0]}"
             )
-        left = [name for name in present if name not in self._taken and name not in ignorable]
+        left = [name for name in present if name not in self._taken]
         if left:
             raise ModelFileError(
-                f"{self._file.path}: {len(left)} of {len(present)} tensors have no place in {self._file.architecture} "
-                f"as it is supported here; the first is {left[0]}"
+                f"{self._file.path}: {len(left)} of {len(present)} tensors have no place in the architecture "
+                f"{self._file.architecture} as it is supported here; the first is {left[0]}"
             )
         return tuple(units)
 
@@ -88,7 +89,8 @@ class Parts:
             return TensorRef(name, "F32", shape, 0, 0, 0)
         if tensor.shape != shape and _without_ones(tensor.shape) != _without_ones(shape):
             raise ModelFileError(
-                f"{self._file.path}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)} by the metadata"
+                f"{self._file.path}: tensor {name} has shape {list(tensor.shape)}, the metadata ask for "
+                f"{list(shape)}"
             )
         if tensor.type not in types:
             raise ModelFileError(f"{self._file.path}: tensor {name} is {tensor.type}, expected {expected}")
@@ -160,7 +162,8 @@ def _n_vocab(file: ModelFile) -> int:
         n_tokens = len(file.metadata.strings("tokenizer.ggml.tokens"))
         if embedding and n_tokens != n_rows:
             raise ModelFileError(
-                f"{file.path}: token_embd.weight has {n_rows} rows but tokenizer.ggml.tokens has {n_tokens} entries"
+                f"{file.path}: token_embd.weight has {n_rows} rows, tokenizer.ggml.tokens {n_tokens} "
+                "entries; they must be as many"
             )
         return n_tokens
     return n_rows

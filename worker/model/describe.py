@@ -1,4 +1,4 @@
-"""The one entry for everybody who wants to know what a model file holds: open it, name it, cut it into units."""
+"""The one entry for all who want to know what a model file holds: open it, name it, cut it into units."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class ModelFile:
         return sum(len(buffer) for buffer in self.buffers)
 
     def tensor_bytes(self, name: str) -> np.ndarray:
-        """The stored bytes of a tensor: a read-only uint8 view of the mapping. Raises ModelFileError for a wrong name."""
+        """The stored bytes of a tensor, a read-only uint8 view of the mapping. Raises ModelFileError."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelFileError(
@@ -53,7 +53,7 @@ class ModelFile:
 
 
 def open_model(path: str | Path) -> ModelFile:
-    """Open a GGUF file or, from any of its parts, a split set. Raises ModelFileError with what is wrong and where."""
+    """Open a GGUF file or, from any of its parts, a split set. Raises ModelFileError."""
     path = Path(path)
     header = read_header(path)
     if _split_number(header, "split.count", default=1) == 1:
@@ -74,8 +74,8 @@ def _read_parts(opened: Header) -> list[Header]:
         number, count = _split_number(header, "split.no"), _split_number(header, "split.count")
         if (number, count) != (index, total):
             raise ModelFileError(
-                f"{header.path}: its metadata says part split.no = {number} of split.count = {count}, its name says "
-                f"{index} of {total} (counted from 0); the parts do not belong together"
+                f"{header.path}: split.no = {number} and split.count = {count}, but its name says part "
+                f"{index} (counted from 0) of {total}; the parts do not belong together"
             )
     expected = _split_number(headers[0], "split.tensors.count")
     found = sum(len(header.tensors) for header in headers)
@@ -99,8 +99,8 @@ def _part_paths(opened: Header) -> list[Path]:
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise ModelFileError(
-            f"{opened.path}: the set has {count} parts, {count - len(missing)} are in {folder}; the first missing one "
-            f"is {missing[0]}"
+            f"{opened.path}: the set has {count} parts, {count - len(missing)} of them are in {folder}; "
+            f"the first missing one is {missing[0]}"
         )
     return [folder / name for name in names]
 
@@ -111,9 +111,8 @@ def _join(headers: list[Header]) -> ModelFile:
     for index, header in enumerate(headers):
         for info in header.tensors:
             if info.name in tensors:
-                raise ModelFileError(
-                    f"{header.path}: tensor {info.name} is already in {headers[tensors[info.name].file_index].path.name}"
-                )
+                other = headers[tensors[info.name].file_index].path.name
+                raise ModelFileError(f"{header.path}: tensor {info.name} is already in {other}")
             tensors[info.name] = TensorRef(
                 info.name, info.type, info.shape, info.bytes, file_index=index, offset_bytes=info.offset_bytes
             )

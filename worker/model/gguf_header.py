@@ -1,11 +1,13 @@
 """The header of one GGUF file (version 2 or 3): metadata and the table of tensors, every number checked.
 
-A file from the network may hold anything: each count is compared with the bytes that are left before anything is
-allocated or looped over, and every refusal names the file, the place and the numbers. Reads a mapping, never weights.
+A file from the network may hold anything: each count is compared with the bytes that are left before anything
+is allocated or looped over, and every refusal names the file, the place and the numbers. Weights are not
+read.
 """
 
 from __future__ import annotations
 
+import bisect
 import mmap
 import os
 import stat
@@ -107,8 +109,8 @@ class _Cursor:
         start = self.position
         if count > self.size - start:
             raise self.fail(
-                f"{count} bytes should follow but the file ends after {self.size - start}; it is truncated or damaged, "
-                "download it again"
+                f"{count} bytes should follow but the file ends after {self.size - start}; it is "
+                "truncated or damaged, download it again"
             )
         self.position = start + count
         return start
@@ -139,13 +141,14 @@ class _Cursor:
         count = self.integer("<Q")
         if count > limit or count * entry_bytes > self.size - self.position:
             raise self.fail(
-                f"{count} {what} are impossible: the limit is {limit}, and {self.size - self.position} bytes are left"
+                f"{count} {what} are impossible: the limit is {limit}, and the file has "
+                f"{self.size - self.position} more bytes"
             )
         return count
 
 
 def _map(path: Path) -> mmap.mmap:
-    """A read-only mapping. The kind of file is checked before it is opened: opening a FIFO would wait for ever."""
+    """A read-only mapping. The kind of file is checked first: opening a FIFO would wait for ever."""
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -233,9 +236,8 @@ def _strings(cursor: _Cursor, key: str) -> StringArray:
         position += 8 + length_at(buffer, position)[0]
     starts.append(position)
     if position > cursor.size or len(starts) != count + 1:
-        raise cursor.fail(
-            f"{count} strings should follow but the file ends inside of number {len(starts) - 1}"
-        )
+        complete = bisect.bisect_right(starts, cursor.size) - 1
+        raise cursor.fail(f"{count} strings should follow but the file ends after {complete} of them")
     cursor.position = position
     return StringArray(key, buffer, np.array(starts, np.int64))
 
@@ -309,6 +311,6 @@ def _check_layout(cursor: _Cursor, tensors: list[TensorInfo], data_start: int, a
         end, previous = tensor.offset_bytes + tensor.bytes, tensor.name
         if end > cursor.size:
             raise cursor.fail(
-                f"tensor {tensor.name} needs bytes {tensor.offset_bytes} to {end} but the file has {cursor.size}; it is "
-                "truncated, download it again"
+                f"tensor {tensor.name} needs bytes {tensor.offset_bytes} to {end} but the file has "
+                f"{cursor.size}; it is truncated, download it again"
             )

@@ -1,7 +1,7 @@
 """Metadata of a model file: a read-only mapping with typed getters that refuse by key and value.
 
-Knows nothing of architectures. Arrays stay in the mapped file until they are asked for, so that a vocabulary of half
-a million strings costs little to open.
+Knows nothing of architectures. Arrays stay in the mapped file until they are asked for, so that a vocabulary
+of half a million strings costs little to open.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _REQUIRED = object()
 class StringArray(Sequence[str]):
     """Strings of a mapped file, decoded on access.
 
-    `starts` (int64[n + 1]) are the positions of the 8-byte lengths before each string and the end of the last one.
-    Raises ModelFileError, naming key and index, for a string that is not UTF-8.
+    `starts` (int64[n + 1]) are the positions of the 8-byte lengths before each string, and the end of the
+    last. Raises ModelFileError, naming key and index, for a string that is not UTF-8.
     """
 
     def __init__(self, key: str, buffer: mmap.mmap, starts: np.ndarray) -> None:

@@ -1,7 +1,7 @@
 """Rotary position frequencies from metadata: plain, linear, YaRN, and per-frequency factors.
 
-The result is what an attention unit carries: one inverse frequency for each rotated pair, scaling applied, and the
-factor on cos and sin. Scaling that is not known is refused by key and value.
+The result is what an attention unit carries: one inverse frequency for each rotated pair, scaling applied,
+and the factor on cos and sin. Scaling that is not known is refused by key and value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from worker.model.metadata import Metadata
 
 
 class Rope(NamedTuple):
-    """`inverse_frequencies[i]` is the angle in radians per position of pair i; `magnitude` multiplies cos and sin."""
+    """`inverse_frequencies[i]`: radians per position of pair i; `magnitude` multiplies cos and sin."""
 
     inverse_frequencies: tuple[float, ...]
     magnitude: float = 1.0
@@ -28,7 +28,7 @@ def plain(rope_dim: int, base: float, factors: np.ndarray | None = None) -> Rope
 
 
 def from_metadata(metadata: Metadata, prefix: str, rope_dim: int, factors: np.ndarray | None = None) -> Rope:
-    """Frequencies as the keys `<prefix>.rope.*` tell. Raises ModelFileError for scaling that is not supported."""
+    """Frequencies by the keys `<prefix>.rope.*`. Raises ModelFileError for scaling that is not supported."""
     base = metadata.number(f"{prefix}.rope.freq_base", 10000.0, minimum=1.0)
     if factors is not None and not (np.isfinite(factors).all() and (factors > 0).all()):
         raise ModelFileError(
@@ -57,7 +57,7 @@ def _frequencies(rope_dim: int, base: float, factors: np.ndarray | None) -> np.n
 
 
 def _scaling_factor(metadata: Metadata, prefix: str) -> float:
-    """How many times longer the context is than what was trained; 0 stands for 1, `scale_linear` is the old key."""
+    """How many times the trained context was stretched; 0 stands for 1, `scale_linear` is the old key."""
     old = metadata.number(f"{prefix}.rope.scale_linear", 0.0)
     return metadata.number(f"{prefix}.rope.scaling.factor", old) or 1.0
 
@@ -65,7 +65,7 @@ def _scaling_factor(metadata: Metadata, prefix: str) -> float:
 def _yarn(
     metadata: Metadata, prefix: str, rope_dim: int, base: float, frequencies: np.ndarray, factor: float
 ) -> np.ndarray:
-    """YaRN (arXiv 2309.00071): fast pairs keep their frequency, slow ones are interpolated, a ramp between them."""
+    """YaRN (arXiv 2309.00071): fast pairs keep their frequency, slow ones are interpolated, with a ramp."""
     context = metadata.integer(f"{prefix}.context_length", minimum=1)
     original = metadata.integer(f"{prefix}.rope.scaling.original_context_length", context, minimum=1)
     beta_fast = metadata.number(f"{prefix}.rope.scaling.yarn_beta_fast", 32.0, minimum=1e-3)
@@ -80,7 +80,8 @@ def _yarn(
     high = min(rope_dim - 1.0, math.ceil(pair_with(beta_slow)))
     ramp = (np.arange(rope_dim // 2) - low) / max(0.001, high - low)
     keep = 1.0 - np.clip(ramp, 0.0, 1.0)
-    return frequencies / factor * (1.0 - keep) + frequencies * keep
+    scaled: np.ndarray = frequencies / factor * (1.0 - keep) + frequencies * keep
+    return scaled
 
 
 def _yarn_magnitude(metadata: Metadata, prefix: str, factor: float) -> float:

@@ -1,7 +1,7 @@
 """Every tensor type a GGUF file may hold: number, name, elements per block and bytes per block.
 
-A fact sheet, so that `inspect` can count the bytes of any file. Whether a type can be turned into numbers is the
-matter of `quants.py`, whether there are kernels for it that of the engine.
+A fact sheet, so that `inspect` can count the bytes of any file. Whether a type can be turned into numbers is
+the matter of `quants.py`, whether there are kernels for it that of the engine.
 """
 
 from __future__ import annotations

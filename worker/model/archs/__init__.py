@@ -1,6 +1,7 @@
-"""The architectures that can be declared as units: one module each, named as `general.architecture` spells it.
+"""The architectures that are declared as units: one module each, named as `general.architecture` spells it.
 
-A module has one public function, `units(file) -> tuple[Unit, ...]`. docs/add-an-architecture.md tells how to add one.
+A module has one public function, `units(file) -> tuple[Unit, ...]`; docs/add-an-architecture.md tells how to
+add one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SUPPORTED = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__
 
 
 def units(file: ModelFile) -> tuple[Unit, ...]:
-    """The units of `file` in order of execution. Raises ModelFileError for an architecture that is not supported."""
+    """The units of `file` in order of execution. Raises ModelFileError for an unknown architecture."""
     name = file.architecture
     if name not in SUPPORTED:
         raise ModelFileError(

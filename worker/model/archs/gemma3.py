@@ -1,4 +1,4 @@
-"""Gemma 3, text: windowed layers with a global one every sixth, norms after each block, a scaled embedding."""
+"""Gemma 3, text: windowed layers and a global one every sixth, norms after each block, a scaled embedding."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def units(file: ModelFile) -> tuple[Unit, ...]:
 def _windows(metadata: Metadata, n_layers: int) -> list[int]:
     """The window of each layer in tokens, 0 where a layer sees everything.
 
-    The pattern is a period (the last layer of each period is global; 0: none is) or one flag a layer (true: windowed).
+    The pattern is a period (the last layer of each period is global; 0: none is) or one flag a layer (true:
+    windowed).
     """
     window_tokens = metadata.integer(_WINDOW, 0)
     if isinstance(metadata.get(_PATTERN), np.ndarray):

@@ -32,6 +32,6 @@ def _refuse_separate_experts(file: ModelFile, n_experts: int) -> None:
     name = "blk.0.ffn_gate.0.weight"
     if n_experts and name in file.tensors:
         raise ModelFileError(
-            f"{file.path}: each expert is a tensor of its own ({name}), a format given up in 2024; files with stacked "
-            "experts (blk.0.ffn_gate_exps.weight) are supported, convert the model again"
+            f"{file.path}: each expert is a tensor of its own ({name}), a format given up in 2024; files "
+            "with stacked experts (blk.0.ffn_gate_exps.weight) are supported, convert the model again"
         )
