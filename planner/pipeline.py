@@ -15,7 +15,7 @@ from configs.errors import PlanError
 from planner.context import Context
 from planner.cost import predict, work_of
 from planner.inspect import read_card
-from planner.measure import Lengths, Measurement, MeasureTask, choose_lengths, measure
+from planner.measure import ROUNDS_PLANNED, Lengths, Measurement, MeasureTask, choose_lengths, measure
 from planner.memory import host_limit_bytes
 from planner.pool import EnginePool
 from planner.prompts import Material, PromptText, load_texts, texts_sha256
@@ -27,7 +27,6 @@ from plans.key import NATIVE, make_key
 from plans.machine import MachineReport
 from plans.plan import FORMAT_VERSION, Evidence, ModelIdentity, Plan, PlanKey, RequestMix, Workload
 
-ROUNDS_PLANNED = 4  # cold, and three that make an interval
 MOST_FINALISTS = 8
 
 
