@@ -27,7 +27,7 @@ ROUNDS_PLANNED = 4  # cold, and three that make an interval
 CONFIRM_SHARE = 0.25  # of the budget, kept for the held-out prompts of the last two
 TIE_RATIO = 1.015  # two candidates closer than this are equal for a user
 HOPELESS_COLD_RATIO = 3.0  # slower than this in the first trial, page faults and all: not worth a round
-HOPELESS_RATIO = 1.5  # the same for warm rounds, while there are too few for an interval
+HOPELESS_RATIOS = {1: 2.5, 2: 1.5}  # the same for warm rounds, while there are too few for an interval
 _TRIAL_LIMIT_RATIO = 4.0  # a trial is stopped at this multiple of the best one
 _SHORTEST_LIMIT_S = 20.0
 _FIRST_LIMIT_S = 300.0
@@ -222,7 +222,7 @@ def judge(interval: Interval | None) -> Literal["slower", "equal", "open"]:
     if interval is None:
         return "open"
     if interval.n < FEWEST_ROUNDS or interval.low is None or interval.high is None:
-        return "slower" if interval.ratio > HOPELESS_RATIO else "open"
+        return "slower" if interval.ratio > HOPELESS_RATIOS.get(interval.n, 1.5) else "open"
     if interval.low > 1.0 and interval.ratio > TIE_RATIO:
         return "slower"
     return "equal" if interval.high <= TIE_RATIO else "open"

@@ -16,7 +16,7 @@ from configs.errors import PlanError
 from planner.cost import Prediction, predict, work_of
 from planner.memory import host_limit_bytes, kv_bytes, predict_memory, shortage
 from plans.card import ModelCard
-from plans.machine import MachineReport
+from plans.machine import Host, MachineReport
 from plans.placement import CPU_ONLY, KvType, LoadMode, Placement
 from plans.plan import Limits, MemoryNeed, Rejected, Workload
 
@@ -58,19 +58,19 @@ def thread_ladder(cores: int) -> tuple[int, ...]:
     return tuple(ladder)
 
 
-def check_limits(report: MachineReport, limits: Limits) -> None:
+def check_limits(here: Host, limits: Limits) -> None:
     """Raises PlanError for pins and caps that nothing here can satisfy."""
-    cores = report.host.cpus[0].cores_available
+    cores = here.cpus[0].cores_available
     if limits.threads is not None and not 1 <= limits.threads <= cores:
         raise PlanError(
             f"--threads {limits.threads} can not be met: this process may use {cores} cores; use 1 to {cores}"
         )
     if limits.ubatch_tokens is not None and not 1 <= limits.ubatch_tokens <= 8192:
         raise PlanError(f"--ubatch {limits.ubatch_tokens} is out of range; use 1 to 8192 (usual: 64 to 1024)")
-    if limits.gpu_memory_mib is not None and not report.host.gpus:
+    if limits.gpu_memory_mib is not None and not here.gpus:
         raise PlanError(
             f"--gpu-memory-mib {limits.gpu_memory_mib} caps a GPU, but there is none: "
-            f"{report.host.gpus_absent_reason}; leave the flag out"
+            f"{here.gpus_absent_reason}; leave the flag out"
         )
 
 
@@ -272,7 +272,7 @@ def search(
     most_finalists: int = 6,
 ) -> SearchResult:
     """Raises PlanError when no candidate fits into memory, with the number of bytes that is short."""
-    check_limits(report, limits)
+    check_limits(report.host, limits)
     ledger = _Ledger()
     candidates, considered, shortest = _fitting(card, report, workload, limits, engines, ledger)
     if not candidates:

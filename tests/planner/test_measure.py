@@ -182,12 +182,14 @@ def test_concurrency_measures_the_sum() -> None:
     measurement = run(EngineFarm(lambda item: (500.0, 50.0)), (candidate(),), concurrency=3)
     assert measurement.trials[0].prompt_tokens == 3 * 128
     assert measurement.trials[0].output_tokens == 3 * 16
-    assert measurement.trials[0].prefill_tokens_per_s == pytest.approx(500, rel=0.2)
+    assert measurement.trials[0].prefill_tokens_per_s > 200  # decoding of the first delays the others
 
 
 def test_the_first_trial_teaches_how_long_the_others_may_be() -> None:
     fast = run(EngineFarm(lambda item: (5000.0, 500.0)), (candidate(), candidate(decode_threads=1)))
-    slow = run(EngineFarm(lambda item: (50.0, 5.0)), (candidate(), candidate(decode_threads=1)), budget_s=60.0)
+    slow = run(
+        EngineFarm(lambda item: (50.0, 5.0)), (candidate(), candidate(decode_threads=1)), budget_s=60.0
+    )
     assert fast.trials[-1].prompt_tokens == 512
     assert slow.trials[-1].prompt_tokens == 64
 
@@ -209,7 +211,9 @@ def test_an_interrupt_stops_the_engines() -> None:
     [
         (None, "open"),
         (Interval(1.1, None, None, 1), "open"),
-        (Interval(1.8, None, None, 1), "slower"),
+        (Interval(1.8, None, None, 1), "open"),
+        (Interval(2.8, None, None, 1), "slower"),
+        (Interval(1.8, 0.5, 5.0, 2), "slower"),
         (Interval(1.1, 1.05, 1.15, 2), "open"),
         (Interval(1.1, 1.05, 1.15, 3), "slower"),
         (Interval(1.1, 0.99, 1.2, 5), "open"),
