@@ -53,7 +53,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
     ) -> str:
-        """The prompt for an OpenAI-style conversation; its special tokens are text: tokenize with `parse_special`.
+        """The prompt for an OpenAI-style conversation. Tokenize it with `parse_special`.
 
         `extra` reaches the template under its own names (`enable_thinking=False`). Raises RequestError: code
         `template_error` with the template's own words where it refuses or fails, `invalid_request` for
