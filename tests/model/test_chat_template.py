@@ -50,7 +50,7 @@ def failure(template: ChatTemplate, messages: list[dict[str, Any]] = HELLO) -> s
 
 def test_chatml(make: Maker) -> None:
     template = make(CHATML)
-    messages = [{"role": "developer", "content": "Be <brief> & \"kind\""}, *HELLO]
+    messages = [{"role": "developer", "content": 'Be <brief> & "kind"'}, *HELLO]
     shown = '<|im_start|>system\nBe <brief> & "kind"<|im_end|>\n\n<|im_start|>user\nhello<|im_end|>\n\n'
     assert template.render(messages) == shown + "<|im_start|>assistant\n"
     assert template.render(messages, add_generation_prompt=False) == shown
@@ -81,7 +81,9 @@ def test_tool_arguments_as_objects_and_as_strings(make: Maker) -> None:
         call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
         return make(source).render([*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}])
 
-    as_object = "{% for k, v in messages[1].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    as_object = (
+        "{% for k, v in messages[1].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    )
     as_string = "{{ 'args ' + messages[1].tool_calls[0].function.arguments }}"
     for arguments in ('{"city": "Köln"}', {"city": "Köln"}):
         assert render(as_object, arguments) == "city=Köln"
@@ -180,7 +182,9 @@ def test_context_that_is_no_json(make: Maker) -> None:
 
 def test_load_from_metadata() -> None:
     assert load_chat_template({}) is None
-    template = load_chat_template(bpe_metadata(**{"tokenizer.chat_template": "{{ bos_token }}|{{ eos_token }}"}))
+    template = load_chat_template(
+        bpe_metadata(**{"tokenizer.chat_template": "{{ bos_token }}|{{ eos_token }}"})
+    )
     assert template is not None
     assert template.render(HELLO) == "<|im_start|>|<|im_end|>"
     template.close()
@@ -191,7 +195,11 @@ def test_load_from_metadata() -> None:
 def test_normalized_messages() -> None:
     given = [
         {"role": "developer", "content": "rules"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "x"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "name": "x",
+        },
         {"role": "assistant", "content": None, "tool_calls": None},
         {"role": "assistant"},
     ]

@@ -10,7 +10,20 @@ from typing import Any
 from worker.model.tokenizer_bpe import CHARACTER_OF_BYTE
 from worker.model.tokenizer_vocabulary import TokenType
 
-BPE_MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "Ġwor l", "Ġworl d", "Ġ Ġ", "1 2", "Ã ¼"]
+BPE_MERGES = [
+    "h e",
+    "l l",
+    "he ll",
+    "hell o",
+    "Ġ w",
+    "o r",
+    "Ġw or",
+    "Ġwor l",
+    "Ġworl d",
+    "Ġ Ġ",
+    "1 2",
+    "Ã ¼",
+]
 BPE_SPECIAL = ["<|im_start|>", "<|im_end|>", "<tool>"]
 
 
