@@ -34,7 +34,7 @@ def test_merges_in_order_of_rank() -> None:
     assert spell(SMOLLM, "ü") == ["Ã¼"]
 
 
-@pytest.mark.parametrize("pre", sorted(RULES))
+@pytest.mark.parametrize("pre", sorted({rule: name for name, rule in RULES.items()}.values()))
 @given(text=st.text())
 def test_decode_undoes_encode(pre: str, text: str) -> None:
     tokenizer = TOKENIZERS[pre]
@@ -166,7 +166,13 @@ def test_halves_of_surrogate_pairs_are_replaced() -> None:
         ({"tokenizer.ggml.merges": ["ab"]}, ["merges[0]", "'ab'"]),
         ({"tokenizer.ggml.tokens": []}, ["tokenizer.ggml.tokens"]),
         ({"tokenizer.ggml.tokens": ["a", "b", "a"]}, ["'a'", "more than once"]),
+        ({"tokenizer.ggml.tokens": "abc"}, ["tokenizer.ggml.tokens", "array"]),
+        ({"tokenizer.ggml.tokens": ["a", 5]}, ["tokenizer.ggml.tokens", "int"]),
+        ({"tokenizer.ggml.tokens": ["a", "\udc80"]}, ["tokenizer.ggml.tokens", "UTF-8"]),
+        ({"tokenizer.ggml.merges": ["a \udc80"]}, ["tokenizer.ggml.merges", "UTF-8"]),
         ({"tokenizer.ggml.token_type": [1]}, ["token_type", "1 entries"]),
+        ({"tokenizer.ggml.token_type": [6] * 300}, ["token 0", "byte", "<0x0A>"]),
+        ({"tokenizer.ggml.eos_token_id": "5"}, ["eos_token_id", "str"]),
     ],
 )
 def test_refusals_name_what_is_wrong(change: dict[str, object], words: list[str]) -> None:

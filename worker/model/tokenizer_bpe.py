@@ -37,7 +37,11 @@ class BytePairModel:
         if missing:
             ids = ids | {text: self._n_vocab + rank for rank, text in enumerate(missing)}
             self._spare_bytes = [_ids_of_characters(text, vocabulary.ids) for text in missing]
-        self._rust = RustTokenizer(models.BPE(ids, pairs, ignore_merges=rule.ignore_merges))
+        try:
+            model = models.BPE(ids, pairs, ignore_merges=rule.ignore_merges)
+        except UnicodeEncodeError:
+            raise ModelFileError("tokenizer.ggml.merges holds a merge that is not valid UTF-8") from None
+        self._rust = RustTokenizer(model)
         self._rust.pre_tokenizer = rule.build()
 
     def encode(self, text: str) -> list[int]:
