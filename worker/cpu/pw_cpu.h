@@ -12,6 +12,7 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#pragma GCC visibility push(default) /* the library hides every other symbol */
 
 #define PW_ABI_VERSION 1
 #define PW_PAGE_TOKENS 32 /* tokens in a KV page */
@@ -171,6 +172,32 @@ void pw_step_profile(pw_step* step, double* seconds);
 double pw_read_bandwidth(pw_team* team, int32_t n_threads, const void* memory, size_t bytes); /* bytes per second */
 double pw_int8_peak(pw_team* team, int32_t n_threads); /* multiply-adds per second, registers only */
 
+/* ---- one matrix product on the calling thread, for tests and measuring ----
+ * For each expert e in [expert_begin, expert_end) and row group g in [group_begin, group_end):
+ * y[output_rows[t], row] (+)= scale * sum_k weight[e][row, k] * x[gather[t], k] + bias[row]; every expert writes the
+ * same y. gather, output_rows, bias and seconds may be NULL; strides are in floats. */
+typedef struct {
+  const pw_weight* weight;
+  const float* x;
+  int64_t x_stride;
+  const int32_t* gather;
+  float* y;
+  int64_t y_stride;
+  const int32_t* output_rows;
+  const float* bias;
+  double* seconds; /* [2]: preparing the activations, multiplying */
+  int32_t n_tokens;
+  int32_t expert_begin;
+  int32_t expert_end;
+  int32_t group_begin; /* row groups of 16 rows */
+  int32_t group_end;
+  int32_t accumulate;
+  float scale;
+} pw_matmul_call;
+int32_t pw_matmul(const pw_matmul_call* call);
+int32_t pw_dequantize_row(int32_t type, int32_t cols, const uint8_t* file_row, float* out); /* f32[cols] */
+
+#pragma GCC visibility pop
 #ifdef __cplusplus
 }
 #endif
