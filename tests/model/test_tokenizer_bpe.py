@@ -164,6 +164,8 @@ def test_halves_of_surrogate_pairs_are_replaced() -> None:
         ({"tokenizer.ggml.pre": "nonsense"}, ["nonsense", "smollm", "qwen35"]),
         ({"tokenizer.ggml.merges": None}, ["tokenizer.ggml.merges"]),
         ({"tokenizer.ggml.merges": ["ab"]}, ["merges[0]", "'ab'"]),
+        ({"tokenizer.ggml.merges": ["a b", "a "]}, ["merges[1]", "'a '"]),
+        ({"tokenizer.ggml.merges": [" b"]}, ["merges[0]", "' b'"]),
         ({"tokenizer.ggml.tokens": []}, ["tokenizer.ggml.tokens"]),
         ({"tokenizer.ggml.tokens": ["a", "b", "a"]}, ["'a'", "more than once"]),
         ({"tokenizer.ggml.tokens": "abc"}, ["tokenizer.ggml.tokens", "array"]),

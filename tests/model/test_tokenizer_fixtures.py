@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.model.tiny_vocabulary import read_metadata
 from worker.model.chat_template import ChatTemplate, load_chat_template
 from worker.model.detokenizer import StreamDecoder
+from worker.model.gguf import open_model
 from worker.model.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def folder_of(variable: str) -> Path:
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_vocabulary(name: str) -> None:
     path = folder_of("PLACEWRIGHT_FIXTURES") / "vocabularies" / f"ggml-vocab-{name}.gguf"
-    tokenizer = load_tokenizer(read_metadata(path))
+    tokenizer = load_tokenizer(open_model(path).metadata)
     texts = Path(f"{path}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")[:-1]
     expected = Path(f"{path}.out").read_text().splitlines()
     assert len(texts) == len(expected) > 40
@@ -83,7 +83,7 @@ def test_real_model(name: str) -> None:
     path = folder_of("PLACEWRIGHT_TEST_MODELS") / name
     if not path.exists():
         pytest.skip(f"{name} is not in PLACEWRIGHT_TEST_MODELS")
-    metadata = read_metadata(path)
+    metadata = open_model(path).metadata
     tokenizer = load_tokenizer(metadata)
     golden = MODELS["models"][name]
     for special, key in ((False, "ids_plain"), (True, "ids_special")):

@@ -1,10 +1,7 @@
-"""GGUF metadata of tiny vocabularies for the tokenizer tests, and a reader of the metadata of real files."""
+"""GGUF metadata of tiny vocabularies for the tokenizer tests."""
 
 from __future__ import annotations
 
-import mmap
-import struct
-from pathlib import Path
 from typing import Any
 
 from worker.model.tokenizer_bpe import CHARACTER_OF_BYTE
@@ -81,46 +78,3 @@ def spm_metadata(pieces: dict[str, float] | None = None, **extra: Any) -> dict[s
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.scores": [0.0] * 259 + list(pieces.values()),
     } | extra
-
-
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-
-
-def read_metadata(path: Path) -> dict[str, Any]:
-    """The key-value section of a GGUF file, as plain Python values."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _MetadataReader(data).read()
-
-
-class _MetadataReader:
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._offset = 8  # magic and version
-
-    def read(self) -> dict[str, Any]:
-        _, n_keys = self._unpack("QQ")
-        metadata = {}
-        for _ in range(n_keys):
-            key = self._string()
-            metadata[key] = self._value(self._unpack("I")[0])
-        return metadata
-
-    def _unpack(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from("<" + layout, self._data, self._offset)
-        self._offset += struct.calcsize("<" + layout)
-        return values
-
-    def _string(self) -> str:
-        (size,) = self._unpack("Q")
-        self._offset += size
-        return self._data[self._offset - size : self._offset].decode()
-
-    def _value(self, kind: int) -> Any:
-        if kind == 8:
-            return self._string()
-        if kind != 9:
-            return self._unpack(_SCALARS[kind])[0]
-        item_kind, count = self._unpack("IQ")
-        if item_kind in _SCALARS:
-            return list(self._unpack(f"{count}{_SCALARS[item_kind]}"))
-        return [self._value(item_kind) for _ in range(count)]
