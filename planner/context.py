@@ -12,17 +12,17 @@ from pathlib import Path
 
 from configs.paths import plans_folder
 from configs.settings import Settings
-from plans import host
-from plans.key import identify_files
-from plans.machine import Host, MachineReport
-from plans.plan import EngineBuild, FileIdentity
-from plans.store import PlanStore
 from planner.engines import builds_of, make_factory
 from planner.pool import EngineFactory
 from planner.probe import probe_machine
 from planner.progress import Reporter
 from planner.prompts import Encode
 from planner.version import placewright_version
+from plans import host
+from plans.key import identify_files
+from plans.machine import Host, MachineReport
+from plans.plan import EngineBuild, FileIdentity
+from plans.store import PlanStore
 from worker.model.gguf import open_model
 from worker.model.tokenizer import load_tokenizer
 

@@ -8,11 +8,11 @@ import msgspec
 
 from configs.errors import PlanError
 from configs.settings import Settings
+from planner.pool import EngineFactory
+from planner.version import placewright_version
 from plans.key import NATIVE, executable_build, library_path, native_build
 from plans.placement import Placement
 from plans.plan import EngineBuild
-from planner.pool import EngineFactory
-from planner.version import placewright_version
 from worker.engines import registry
 from worker.engines.base import Engine
 

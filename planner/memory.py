@@ -18,7 +18,6 @@ KV_PAGE_TOKENS = 32
 # The packed layout widens the 6-bit scales of these types to bytes and pads rows to 16.
 _PACKED_FACTOR = {"Q2_K": 1.05, "Q3_K": 1.05, "Q4_K": 1.03, "Q5_K": 1.03}
 _PROCESS_BYTES = 160 << 20  # interpreter, numpy and the library of one worker
-_MARGIN_BYTES = 256 << 20  # left to the rest of the machine
 _F32_BYTES = 4
 
 
@@ -66,7 +65,7 @@ def predict_memory(card: ModelCard, placement: Placement) -> MemoryNeed:
 
 def host_limit_bytes(report: MachineReport, limits: Limits) -> int:
     """What a plan may use of RAM: the user's cap, or what is available less a margin."""
-    free = max(0, report.ram_available_bytes - _MARGIN_BYTES)
+    free = max(0, report.ram_available_bytes - (limits.host_memory_margin_mib << 20))
     cap = limits.host_memory_mib
     return free if cap is None else min(free, cap << 20)
 

@@ -12,10 +12,6 @@ from pathlib import Path
 import msgspec
 
 from configs.errors import PlanError
-from plans.card import ModelCard
-from plans.key import NATIVE, make_key
-from plans.machine import MachineReport
-from plans.plan import FORMAT_VERSION, Evidence, ModelIdentity, Plan, PlanKey, Workload
 from planner.context import Context
 from planner.cost import predict, work_of
 from planner.inspect import read_card
@@ -26,7 +22,10 @@ from planner.prompts import Material, PromptText, load_texts, texts_sha256
 from planner.search import Candidate, SearchResult, check_limits, search
 from planner.select import Selection, select
 from planner.workload import PlanRequest, make_workload
-from plans.plan import RequestMix
+from plans.card import ModelCard
+from plans.key import NATIVE, make_key
+from plans.machine import MachineReport
+from plans.plan import FORMAT_VERSION, Evidence, ModelIdentity, Plan, PlanKey, RequestMix, Workload
 
 ROUNDS_PLANNED = 4  # cold, and three that make an interval
 MOST_FINALISTS = 8
@@ -81,7 +80,9 @@ def check_engines(card: ModelCard, request: PlanRequest) -> tuple[str, ...]:
     others = tuple(name for name in engines if name != NATIVE)
     if others:
         return others
-    raise PlanError(f"{card.name} can not run on the native engine: {card.native_reason}; try --engines llama-server")
+    raise PlanError(
+        f"{card.name} can not run on the native engine: {card.native_reason}; try --engines llama-server"
+    )
 
 
 def identify(
@@ -103,7 +104,9 @@ def find(
     return search(card, report, workload, request.limits, engines, most)
 
 
-def affordable(best: Candidate, card: ModelCard, report: MachineReport, workload: Workload, budget_s: float) -> int:
+def affordable(
+    best: Candidate, card: ModelCard, report: MachineReport, workload: Workload, budget_s: float
+) -> int:
     """How many finalists fit into the budget at the shortest sensible trials; without a prediction, four."""
     prediction = predict(card, work_of(card), best.placement, report, RequestMix(128, 16))
     if prediction is None:
@@ -125,7 +128,9 @@ def trial_lengths(
 
     starts_s = len(found.finalists) * (0.7 + card.file_bytes / 1e9)
     n_trials = len(found.finalists) * ROUNDS_PLANNED + 6
-    return choose_lengths(workload.mix, workload.concurrency, max(0.05, (budget_s - starts_s) / n_trials), request_s)
+    return choose_lengths(
+        workload.mix, workload.concurrency, max(0.05, (budget_s - starts_s) / n_trials), request_s
+    )
 
 
 async def race(

@@ -1,7 +1,8 @@
-"""The machine's report: measured once by a job of the worker, kept as long as machine and kernels stay the same.
+"""The machine's report: measured once by a job of the worker, kept as long as machine and kernels stay the
+same.
 
-The job runs in a process of its own (`python -m worker.probe`), because only that may load the native library. Memory
-that is free changes by the minute, so that number is read anew each time.
+The job runs in a process of its own (`python -m worker.probe`), because only that may load the native
+library. Memory that is free changes by the minute, so that number is read anew each time.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import msgspec
 
 from configs.errors import MeasureError
 from configs.paths import cache_folder
+from planner.progress import Reporter
 from plans import host
 from plans.files import hash_file, write_atomically
 from plans.key import library_path, worker_folder
 from plans.machine import REPORT_VERSION, Host, MachineReport
-from planner.progress import Reporter
 
 TIMEOUT_S = 180.0
 

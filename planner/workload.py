@@ -16,7 +16,6 @@ from plans.card import ModelCard
 from plans.placement import KvType
 from plans.plan import Limits, RequestMix, Workload
 
-DEFAULT_CONTEXT_TOKENS = 8192
 MIX = RequestMix(prompt_tokens=512, output_tokens=128)
 SMALLEST_CONTEXT_TOKENS = 64
 MOST_SEQUENCES = 256
@@ -27,6 +26,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
 
     model_path: Path
     context_length_tokens: int | None = None
+    default_context_length_tokens: int = 4096
     concurrency: int = 1
     kv_types: tuple[str, ...] = ("f16",)
     limits: Limits = Limits()
@@ -38,11 +38,11 @@ class PlanRequest(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-def check_context(card: ModelCard, asked: int | None) -> int:
+def check_context(card: ModelCard, asked: int | None, default_tokens: int) -> int:
     """The context of one sequence. Raises PlanError when the model was not made for what was asked."""
     longest = card.context_length_tokens
     if asked is None:
-        return min(DEFAULT_CONTEXT_TOKENS, longest or DEFAULT_CONTEXT_TOKENS)
+        return min(default_tokens, longest or default_tokens)
     if asked < SMALLEST_CONTEXT_TOKENS:
         raise PlanError(
             f"--ctx {asked} is too small; the smallest context is {SMALLEST_CONTEXT_TOKENS} tokens"
@@ -75,7 +75,7 @@ def make_workload(card: ModelCard, request: PlanRequest, prompts_sha256: str = "
     """Raises PlanError for a request that this model can not meet."""
     if not 1 <= request.concurrency <= MOST_SEQUENCES:
         raise PlanError(f"--concurrency {request.concurrency} is out of range; use 1 to {MOST_SEQUENCES}")
-    context = check_context(card, request.context_length_tokens)
+    context = check_context(card, request.context_length_tokens, request.default_context_length_tokens)
     return Workload(
         context_length_tokens=context,
         concurrency=request.concurrency,

@@ -66,6 +66,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     load_mode: Literal["mmap", "packed"] | None = None
     gpu_memory_mib: int | None = None
     host_memory_mib: int | None = None
+    host_memory_margin_mib: int = 1024  # left to the rest of the machine
     allow_storage_streaming: bool = False
 
 

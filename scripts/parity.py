@@ -22,7 +22,8 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plans.placement import CPU_ONLY, Placement
-from worker.model.describe import describe
+from worker.model.describe import describe_file
+from worker.model.gguf import open_model
 from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.lower import lower
 from worker.ops.reference import ReferenceExecutor
@@ -119,8 +120,8 @@ def native_logprobs(model: Path, base: BaseLogits, threads: int, kv_type: str, l
 
 
 def reference_logprobs(model: Path, base: BaseLogits) -> Floats:
-    description = describe(model)
-    oplist = lower(description.units)
+    file = open_model(model)
+    oplist = lower(describe_file(file).units)
     executor = ReferenceExecutor(
         oplist, reference_weights(description), len(base.token_ids) // PAGE_TOKENS + 1
     )

@@ -14,7 +14,7 @@ from configs.settings import Settings, load_settings
 from plans.plan import Plan
 from server.app import build_app
 from server.load import engine_factory, load_text, model_info, open_plan
-from server.serve import bind, run_server, stop_on_signals, url_of
+from server.serve import Stop, bind, run_server, url_of
 from server.supervise import Supervisor
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -43,8 +43,8 @@ def serve_command(
 
 async def serve_plan(plan: Plan, settings: Settings, listener: socket.socket) -> None:
     """Serves until a signal. Raises EngineStartError where the engine cannot be kept running."""
-    stop = asyncio.Event()
-    stop_on_signals(stop)
+    stop = Stop()
+    stop.ask_on_signals()
     text = await asyncio.to_thread(load_text, plan)
     supervisor = Supervisor(engine_factory(plan, settings), settings.worker)
     app = build_app(supervisor, model_info(plan, text), text, settings.serve)

@@ -51,15 +51,30 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class Stop:
+    """Asked once, running requests may finish; asked again, they may not."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurried = asyncio.Event()
+
+    def ask(self) -> None:
+        (self.hurried if self.asked.is_set() else self.asked).set()
+
+    def ask_on_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.ask)
+
+
 async def run_server(
     supervisor: Supervisor,
     app: Starlette,
     listener: socket.socket,
     settings: ServeSettings,
-    stop: asyncio.Event,
+    stop: Stop,
     announce: Callable[[], None],
 ) -> None:
-    """Serves until `stop` is set or the engine is given up. `announce` is called once, when all is ready.
+    """Serves until it is asked to stop or the engine is given up. `announce` is called once, when all is ready.
 
     Raises EngineStartError with the engine's last words where it could not be kept alive.
     """
@@ -69,7 +84,7 @@ async def run_server(
     try:
         async with supervisor:
             await _until_over(supervisor, serving, stop, announce)
-            await supervisor.drain(settings.drain_s if stop.is_set() else 0.0)
+            await supervisor.drain(settings.drain_s, stop.hurried)
     finally:
         close.set()
         await asyncio.wait({serving}, timeout=CLOSE_S + 1)
@@ -78,9 +93,9 @@ async def run_server(
 
 
 async def _until_over(
-    supervisor: Supervisor, serving: asyncio.Task[None], stop: asyncio.Event, announce: Callable[[], None]
+    supervisor: Supervisor, serving: asyncio.Task[None], stop: Stop, announce: Callable[[], None]
 ) -> None:
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(stop.asked.wait())
     settled = asyncio.create_task(supervisor.wait_for("ready", "failed"))
     given_up = asyncio.create_task(supervisor.wait_for("failed"))
     try:
@@ -95,21 +110,6 @@ async def _until_over(
     finally:
         for task in (stopping, settled, given_up):
             task.cancel()
-
-
-def stop_on_signals(stop: asyncio.Event) -> None:
-    """SIGTERM and SIGINT set `stop`; a second one gives up on draining and cancels the main task."""
-    loop = asyncio.get_running_loop()
-    main = asyncio.current_task()
-    assert main is not None
-
-    def handle() -> None:
-        if stop.is_set():
-            main.cancel()
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, handle)
 
 
 def _hypercorn_config(listener: socket.socket, settings: ServeSettings) -> Config:

@@ -52,7 +52,11 @@ class ServerStats:
 
     def as_dict(self) -> dict[str, Number]:
         """Counts, and medians of what the engine timed over the last finished requests."""
-        decode = [(t.completion_tokens - 1) / t.decode_s for t in self._recent if t.decode_s > 0]
+        decode = [
+            (t.completion_tokens - 1) / t.decode_s
+            for t in self._recent
+            if t.completion_tokens > 1 and t.decode_s > 0
+        ]
         prefill = [(t.prompt_tokens - t.cached_tokens) / t.prefill_s for t in self._recent if t.prefill_s > 0]
         return {
             "uptime_s": round(time.monotonic() - self._started_at, 3),

@@ -141,11 +141,11 @@ class Supervisor:
         except (TimeoutError, PlacewrightError):
             return None
 
-    async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, let running ones finish for `timeout_s`, then end them with an error."""
+    async def drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
+        """Refuse new requests; running ones may finish until `timeout_s` or `hurry`, then end in an error."""
         await self._set_state("stopping")
         deadline = time.monotonic() + timeout_s
-        while self._runs and time.monotonic() < deadline:
+        while self._runs and time.monotonic() < deadline and not hurry.is_set():
             await asyncio.sleep(POLL_S)
         self._fail_runs("the server is shutting down")
 

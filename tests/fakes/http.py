@@ -14,7 +14,7 @@ import httpx
 from configs.settings import ServeSettings, WorkerSettings
 from server.app import build_app
 from server.model_info import ModelInfo
-from server.serve import bind, run_server, url_of
+from server.serve import Stop, bind, run_server, url_of
 from server.supervise import Supervisor
 from tests.fakes.engine import CONTEXT_LENGTH_TOKENS, FakeFarm
 from tests.fakes.text import EOS, N_VOCAB, fake_text, ids_of
@@ -60,7 +60,7 @@ class TestServer:
     def stop(self) -> None:
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # it may just have closed its loop
-                self._loop.call_soon_threadsafe(self._stop.set)
+                self._loop.call_soon_threadsafe(self._stop.ask)
 
     def join(self) -> None:
         self._thread.join(20)
@@ -90,7 +90,7 @@ class TestServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
+        self._stop = Stop()
         supervisor = Supervisor(self.farm.new_engine, self._worker)
         model = ModelInfo("tiny", "0123456789abcdef", 1_700_000_000, CONTEXT_LENGTH_TOKENS, N_VOCAB)
         app = build_app(supervisor, model, fake_text(), self.settings)

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-from worker.model.chat_template import normalize_messages
-from worker.model.detokenizer import StopMatcher, StreamDecoder
-
 from configs.errors import RequestError
 from server.text import Text
+from worker.model.chat_template import normalize_messages
+from worker.model.detokenizer import StopMatcher, StreamDecoder
 from worker.model.tokenizer import Tokenizer
 
 BOS, EOS, END_OF_TURN = 0, 1, 2

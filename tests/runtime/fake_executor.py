@@ -20,6 +20,7 @@ from worker.runtime.executor import (
 )
 
 N_VOCAB = 997
+N_DRAWN = 950  # ids from here on are never drawn: tests give them a meaning
 _MODULUS = (1 << 61) - 1
 _NOTHING = -1
 
@@ -38,8 +39,8 @@ def _answer(state: int, output: Output) -> SampledToken:
         state = _mix(_mix(state, sampler.seed), output.draw)
     for token in output.history:
         state = _mix(state, token)
-    top = [((state + index) % N_VOCAB, -1.0 * index) for index in range(max(0, sampler.top))]
-    return SampledToken(state % N_VOCAB, None if sampler.top < 0 else -0.5, top)
+    top = [((state + index) % N_DRAWN, -1.0 * index) for index in range(max(0, sampler.top))]
+    return SampledToken(state % N_DRAWN, None if sampler.top < 0 else -0.5, top)
 
 
 def expected_tokens(prompt: list[int], n_tokens: int, sampler: Sampler, last_n: int = 0) -> list[int]:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from configs.errors import ModelFileError  # noqa: E402
-from plans.placement import Placement  # noqa: E402
-from tests.runtime.fake_executor import FakeExecutor  # noqa: E402
-from worker.__main__ import main  # noqa: E402
-from worker.runtime.executor import ProgressCallback, StepBatch, StepFailed  # noqa: E402
+from configs.errors import ModelFileError
+from plans.placement import Placement
+from tests.runtime.fake_executor import FakeExecutor
+from worker.__main__ import main
+from worker.runtime.executor import ProgressCallback, StepBatch, StepFailed
 
 POISON, CRASH, STUCK, BUG = 990, 991, 992, 993  # tokens that end a step badly
 

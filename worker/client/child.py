@@ -14,7 +14,7 @@ from typing import BinaryIO
 from configs.errors import EngineStartError
 
 LOG_TAIL_BYTES = 4096
-LOG_TAIL_LINES = 12
+LOG_TAIL_LINES = 16
 
 
 class ChildProcess:

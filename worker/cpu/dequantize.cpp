@@ -56,7 +56,8 @@ void dequantize_block(const uint8_t* block, float* out) {
   if constexpr (kLayout.sub_scales != SubScales::none) Block::sub_scales(block, sub_scales);
   for (int g = 0; g < kLayout.groups(); g++) {
     uint8_t codes[kGroupCols];
-    Block::codes(block, g, codes);
+    const Codes packed = Block::codes(block, g);
+    memcpy(codes, &packed, sizeof(codes));
     for (int half = 0; half < 2; half++) {
       const HalfGroupScale s = half_group_scale<Block>(block, sub_scales, g, half);
       for (int i = 16 * half; i < 16 * half + 16; i++) {

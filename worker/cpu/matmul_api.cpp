@@ -45,8 +45,12 @@ int32_t pw_matmul(const pw_matmul_call* call) {
 
   pw::Activations input;
   kernels.activations_init(&input, form, call->n_tokens, weight->cols, memory.data);
+  const auto prepare = [&] {
+    kernels.activations_prepare(&input, call->x, call->x_stride, call->gather, 0, input.n_tiles);
+  };
+  if (call->seconds != nullptr) prepare();  // first touch of the memory is not what is measured
   const double start_s = now_s();
-  kernels.activations_prepare(&input, call->x, call->x_stride, call->gather, 0, input.n_tiles);
+  prepare();
   const double prepared_s = now_s();
   pw::Matmul m{weight,     0, &input, call->y, call->y_stride, call->output_rows, call->bias, call->accumulate != 0,
                call->scale};

@@ -1,7 +1,5 @@
 // From the file's row-major blocks to the packed layout (formats.h), 16 rows at a time. One generic packer over
 // FileBlock: codes to bytes, a transpose of 4-byte steps, then bits into planes. SSE2 only, so it runs anywhere.
-#include <emmintrin.h>
-
 #include "file_blocks.h"
 #include "formats.h"
 
@@ -20,15 +18,15 @@ RowBlocks row_blocks(const uint8_t* file, int64_t row_bytes, int n_rows, int64_t
   return blocks;
 }
 
-// steps[s][row] = the 4 codes of step s, from codes[row][32]
-void transpose_steps(const uint8_t (&codes)[kRowGroup][kGroupCols], __m128i (&steps)[kSteps][4]) {
+// steps[s] = the 4 codes of step s of each row, rows in fours
+void transpose_steps(const Codes (&codes)[kRowGroup], __m128i (&steps)[kSteps][4]) {
   for (int quad = 0; quad < 4; quad++) {
     for (int half = 0; half < 2; half++) {
-      const auto load = [&](int r) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes[4 * quad + r] + 16 * half));
-      };
-      const __m128i low01 = _mm_unpacklo_epi32(load(0), load(1)), high01 = _mm_unpackhi_epi32(load(0), load(1));
-      const __m128i low23 = _mm_unpacklo_epi32(load(2), load(3)), high23 = _mm_unpackhi_epi32(load(2), load(3));
+      const Codes* rows = codes + 4 * quad;
+      const __m128i low01 = _mm_unpacklo_epi32(rows[0].half[half], rows[1].half[half]);
+      const __m128i low23 = _mm_unpacklo_epi32(rows[2].half[half], rows[3].half[half]);
+      const __m128i high01 = _mm_unpackhi_epi32(rows[0].half[half], rows[1].half[half]);
+      const __m128i high23 = _mm_unpackhi_epi32(rows[2].half[half], rows[3].half[half]);
       steps[4 * half + 0][quad] = _mm_unpacklo_epi64(low01, low23);
       steps[4 * half + 1][quad] = _mm_unpackhi_epi64(low01, low23);
       steps[4 * half + 2][quad] = _mm_unpacklo_epi64(high01, high23);
@@ -79,8 +77,8 @@ void pack_unit(const RowBlocks& blocks, uint8_t* out) {
   uint8_t* group = out + kLayout.header_bytes();
   if constexpr (kLayout.sub_scales != SubScales::none) pack_sub_scales<Block>(blocks, group);
   for (int g = 0; g < kLayout.groups(); g++, group += kLayout.group_bytes()) {
-    uint8_t codes[kRowGroup][kGroupCols];
-    for (int r = 0; r < kRowGroup; r++) Block::codes(blocks.row[r], g, codes[r]);
+    Codes codes[kRowGroup];
+    for (int r = 0; r < kRowGroup; r++) codes[r] = Block::codes(blocks.row[r], g);
     __m128i steps[kSteps][4];
     transpose_steps(codes, steps);
     if constexpr (kLayout.high_bits > 0) {

@@ -64,8 +64,8 @@ class Parts:
         self.vector(name, length)
         return self._file.tensor_bytes(name).view("<f4")
 
-    def finish(self, units: list[Unit], ignorable: frozenset[str] = frozenset()) -> tuple[Unit, ...]:
-        """`units` as a tuple, once every tensor is accounted for. `ignorable` names may be left over."""
+    def finish(self, units: list[Unit]) -> tuple[Unit, ...]:
+        """`units` as a tuple, once every tensor of the file is accounted for."""
         present = self._file.tensors.keys()
         if self._missing:
             raise ModelFileError(
@@ -73,7 +73,7 @@ class Parts:
                 f"{len(self._missing)} of them are missing (the file has {len(present)} tensors); the "
                 f"first is {self._missing[0]}"
             )
-        left = [name for name in present if name not in self._taken and name not in ignorable]
+        left = [name for name in present if name not in self._taken]
         if left:
             raise ModelFileError(
                 f"{self._file.path}: {len(left)} of {len(present)} tensors have no place in the architecture "

@@ -1,9 +1,10 @@
-"""The process that renders chat templates: a program of its own that knows jinja2 and the standard library only.
+"""The process that renders chat templates: a program that knows jinja2 and the standard library only.
 
-A template comes with the model file, so it is a stranger's program. Python can not stop a thread: an endless loop, a
-huge multiplication or a slow filter inside of C code never looks at a flag, and nothing bounds a thread's memory. A
-process has limits that the kernel enforces: here an alarm ends it at the deadline even if its parent is gone, and
-an address space limit turns a memory bomb into a MemoryError. The parent kills it and starts another.
+A template comes with the model file, so it is a stranger's program. Python can not stop a thread: an endless
+loop, a huge multiplication or a slow filter inside of C code never looks at a flag, and nothing bounds a
+thread's memory. A process has limits that the kernel enforces: here an alarm ends it at the deadline even if
+its parent is gone, and an address space limit turns a memory bomb into a MemoryError. The parent kills it and
+starts another.
 
 Requests and answers are JSON documents, each after its length as 8 bytes, on stdin and stdout:
 {"template", "context", "limit_s", "limit_characters"} -> {"text"}, {"error"} or {"limit"} (what it ran into).
@@ -50,6 +51,8 @@ def make_environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = to_json
     environment.filters["from_json"] = json.loads
+    # A prompt is no HTML: marked as safe, a text would make the texts added to it escaped.
+    environment.filters["safe"] = str
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
     return environment

@@ -1,7 +1,7 @@
 """From a stream of token ids to a stream of text that can be shown at once.
 
-`StreamDecoder` holds back bytes that may become a character, `StopMatcher` holds back text that may become a stop
-string. Both are made anew for each request and cost time in proportion to what is pushed.
+`StreamDecoder` holds back bytes that may become a character, `StopMatcher` holds back text that may become a
+stop string. Both are made anew for each request and cost time in proportion to what is pushed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, perhaps none. Raises IndexError for an id beyond the vocabulary."""
+        """The text that this token completes, perhaps none. Raises IndexError for an unknown id."""
         if self._skip_control and self._tokenizer.is_control(token_id):
             return ""
         return self._utf8.decode(self._tokenizer.piece_bytes(token_id))
@@ -34,7 +34,7 @@ class StreamDecoder:
 class StopMatcher:
     """Finds the first of several stop strings in a stream of text and cuts before it.
 
-    First is the one that ends first; of two that end at the same place, the longer. Empty strings are ignored.
+    First is the one that ends first; of two that end at the same place, the longer. Empty ones are ignored.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

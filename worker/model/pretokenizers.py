@@ -1,8 +1,9 @@
 """How byte-level BPE models cut text into words before merging: one rule per name of `tokenizer.ggml.pre`.
 
-A rule is a list of regular expressions. Each in turn cuts every piece that the one before it left: a match becomes a
-piece of its own and so does the text between two matches. The expressions are part of the file format (a model is
-trained on words cut by exactly these), written in the dialect of Oniguruma, which `tokenizers` uses.
+A rule is a list of regular expressions. Each in turn cuts every piece that the one before it left: a match
+becomes a piece of its own and so does the text between two matches. The expressions are part of the file
+format (a model is trained on words cut by exactly these), written in the dialect of Oniguruma, which
+`tokenizers` uses.
 """
 
 from __future__ import annotations
@@ -36,16 +37,38 @@ class PreTokenizer(NamedTuple):
 # characters that merely fold to ASCII, such as the long s.
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SYMBOLS = r" ?[^\s\p{L}\p{N}]+"
+_PUNCTUATION = rf"{_SYMBOLS}[\r\n]*"
+_PUNCTUATION_OR_SLASH = rf"{_SYMBOLS}[\r\n/]*"
+_BLANKS = r"\s+(?!\S)|\s+"
+_SPACES = rf"\s*[\r\n]+|{_BLANKS}"
+_THREE_DIGITS = r"\p{N}{1,3}"
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_PUNCTUATION}|{_SPACES}"
+_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+|{_SYMBOLS}|{_BLANKS}"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|{_THREE_DIGITS}|{_PUNCTUATION}|{_SPACES}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_PUNCTUATION}|{_SPACES}"
 _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
+# Words that change case once, as o200k and Tekken cut them: letters that are not lower-case ASCII, then
+# letters that are not upper-case ASCII, at least one of either kind.
+_UPPER = r"(?:(?=\p{L})[^a-z])"
+_LOWER = r"(?:(?=\p{L})[^A-Z])"
+_CASED_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_TEKKEN = rf"{_CASED_WORDS % ('', '')}|\p{{N}}|{_PUNCTUATION_OR_SLASH}|{_SPACES}"
+_O200K = (
+    rf"{_CASED_WORDS % (_CONTRACTIONS + '?', _CONTRACTIONS + '?')}"
+    rf"|{_THREE_DIGITS}|{_PUNCTUATION_OR_SLASH}|{_SPACES}"
+)
+_WORDS_BY_PUNCTUATION = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_KANA_AND_HAN = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_ASCII_SYMBOL_WORD = r"[!\"#$%\x26'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+_WORD_BY_CATEGORIES = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+_DEEPSEEK3 = rf"{_ASCII_SYMBOL_WORD}|{_WORD_BY_CATEGORIES}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+_JAIS2_BLANKS = "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
+# Its middle range holds the ideographic space, as the models' own tokenizers have it; llama.cpp replaces wide
+# spaces before it matches, so the two may cut differently next to one.
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # The cased letters as DeepSeek's first tokenizer lists them.
 _CASED_LETTERS = (
@@ -64,31 +87,101 @@ _CASED_LETTERS = (
 )
 
 _DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
-_GPT2_RULE = PreTokenizer((_GPT2,))
-_DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
-_LLAMA3_RULE = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
-_QWEN2_RULE = PreTokenizer((_QWEN2,))
 
-RULES: dict[str, PreTokenizer] = {
-    "default": _DEFAULT,
-    "gpt-2": _GPT2_RULE,
-    "smollm": _DIGITS_THEN_GPT2,
-    "starcoder": _DIGITS_THEN_GPT2,
-    "refact": _DIGITS_THEN_GPT2,
-    "command-r": _DIGITS_THEN_GPT2,
-    "llama-bpe": _LLAMA3_RULE,
-    "qwen2": _QWEN2_RULE,
-    "qwen35": PreTokenizer((_QWEN35,)),
-    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-    "deepseek-llm": PreTokenizer(
-        (
-            r"[\r\n]",
-            rf"\s?[{_CASED_LETTERS}]+",
-            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"\s+\z",
-            _CJK,
-            r"\p{N}+",
-        )
+# Each rule with the names that files give it.
+_NAMED_RULES: tuple[tuple[str, PreTokenizer], ...] = (
+    ("default", _DEFAULT),
+    (
+        "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4 modern-bert "
+        "jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe",
+        PreTokenizer((_GPT2,)),
     ),
-    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
-}
+    (
+        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+        PreTokenizer((r"\p{N}", _GPT2)),
+    ),
+    (
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+        PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
+    ),
+    ("dbrx smaug-bpe chatglm-bpe", PreTokenizer((_LLAMA3,))),
+    ("glm4 glm5", PreTokenizer((_LLAMA3,), ignore_merges=True)),
+    (
+        "qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan solar-open kormo f2llmv2 grok-2",
+        PreTokenizer((_QWEN2,)),
+    ),
+    ("qwen35", PreTokenizer((_QWEN35,))),
+    ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"))),
+    (
+        "deepseek-llm",
+        PreTokenizer(
+            (
+                r"[\r\n]",
+                rf"\s?[{_CASED_LETTERS}]+",
+                "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+                r"\s+\z",
+                _CJK,
+                r"\p{N}+",
+            )
+        ),
+    ),
+    ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"))),
+    (
+        "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+        PreTokenizer((_THREE_DIGITS, _KANA_AND_HAN, _DEEPSEEK3)),
+    ),
+    ("tekken", PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True)),
+    ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_O200K,))),
+    ("poro-chat bloom gpt3-finnish", PreTokenizer((_WORDS_BY_PUNCTUATION,))),
+    ("viking", PreTokenizer((_WORDS_BY_PUNCTUATION, r"\p{N}"))),
+    (
+        "bailingmoe bailingmoe2 llada-moe",
+        PreTokenizer(
+            (
+                r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])"
+                rf"|{_WORD}|\p{{N}}|{_PUNCTUATION}|\s*[\r\n]|{_BLANKS}",
+            )
+        ),
+    ),
+    (
+        "seed-coder",
+        PreTokenizer((rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),
+    ),
+    ("ufakzeka", PreTokenizer((rf"{_WORD}|\p{{N}}|{_PUNCTUATION}|{_SPACES}",))),
+    ("laguna", PreTokenizer((r"[^\n]+|[\n]+", _QWEN2))),
+    (
+        "exaone-moe",
+        PreTokenizer(
+            (
+                rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+                rf"|{_SYMBOLS}[\r\n/]?|\s*[\r\n]|{_BLANKS}",
+            )
+        ),
+    ),
+    (
+        "minicpm5",
+        PreTokenizer(
+            (_THREE_DIGITS, rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}+|{_PUNCTUATION}|{_SPACES}"), ignore_merges=True
+        ),
+    ),
+    (
+        "k2-horizon",
+        PreTokenizer(
+            (
+                rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}|\p{{M}}|\u200c|\u200d)+"
+                rf"|{_THREE_DIGITS}|{_PUNCTUATION}|{_SPACES}",
+            )
+        ),
+    ),
+    (
+        "jais-2",
+        PreTokenizer(
+            (
+                rf"{_CONTRACTIONS}|{_WORD}|{_THREE_DIGITS}|{_PUNCTUATION}|\s*[\r\n]+{_JAIS2_BLANKS}"
+                r"|\s{1,2}(?!\S)|\s",
+            )
+        ),
+    ),
+)
+
+RULES: dict[str, PreTokenizer] = {name: rule for names, rule in _NAMED_RULES for name in names.split()}

@@ -1,7 +1,7 @@
 """Runs templates in a child process that can be killed, and keeps the child warm between renders.
 
-`chat_template_child.py` is the program; here are its start, the deadline and its end. One child serves one render at
-a time; callers in other threads wait for it.
+`chat_template_child.py` is the program; here are its start, the deadline and its end. One child serves one
+render at a time; callers in other threads wait for it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 _CHILD = Path(__file__).with_name("chat_template_child.py")
-# The child ends itself at the limit. The parent waits this much longer, so that a child that can not (stopped,
-# swapped out) is killed from here.
+# The child ends itself at the limit. The parent waits this much longer, so that a child that can not
+# (stopped, swapped out) is killed from here.
 _GRACE_S = 1.0
 _START_S = 20.0
 
@@ -103,7 +103,7 @@ class TemplateProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """-P: the program's folder must not shadow the standard library; a session of its own: Ctrl-C is the parent's."""
+    """A child that has answered once. -P keeps its folder from shadowing modules; Ctrl-C is the parent's."""
     try:
         child = subprocess.Popen(
             [sys.executable, "-P", str(_CHILD)],

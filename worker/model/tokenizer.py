@@ -1,7 +1,7 @@
 """Text to token ids and back, as the model file defines it.
 
-`load_tokenizer` reads the `tokenizer.ggml.*` metadata and chooses the algorithm; `Tokenizer` adds what all share:
-special tokens, begin and end of sequence, pieces of bytes. It knows nothing of chat templates.
+`load_tokenizer` reads the `tokenizer.ggml.*` metadata and chooses the algorithm; `Tokenizer` adds what all
+share: special tokens, begin and end of sequence, pieces of bytes. It knows nothing of chat templates.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Tokenizer:
         """Ids of `text`.
 
         `add_special` puts begin (and end) of sequence where the model wants them, never a second one.
-        `parse_special` turns the texts of control tokens into their ids; without it they are ordinary text, which is
-        what text from strangers needs. Raises RequestError for text that can not be tokenized.
+        `parse_special` turns the texts of control tokens into their ids; without it they are ordinary text,
+        which is what text from strangers needs. Raises RequestError for text that can not be tokenized.
         """
         splitter = self._split_all if parse_special else self._split_user
         ids: list[int] = []
@@ -196,7 +196,7 @@ def _make_splitters(vocabulary: Vocabulary, strip_right: bool) -> tuple[SpecialS
 
 
 def _without_surrogates(text: str) -> str:
-    """JSON can smuggle half of a surrogate pair into a str; whole pairs become their character, halves U+FFFD."""
+    """JSON can smuggle surrogates into a str: pairs become their character, lonely halves U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:

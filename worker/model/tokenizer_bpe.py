@@ -1,4 +1,4 @@
-"""Byte-level BPE: text to ids through the `tokenizers` library, ids to bytes through GPT-2's byte alphabet."""
+"""Byte-level BPE: text to ids by the `tokenizers` library, ids to bytes by GPT-2's byte alphabet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker.model.tokenizer_vocabulary import Vocabulary
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: itself where Latin-1 prints it, else the next character from U+0100."""
+    """GPT-2's stand-in for each byte: itself where Latin-1 prints it, else the next character from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -48,13 +48,14 @@ class BytePairModel:
             if type(error).__name__ != "PanicException":
                 raise
             raise RequestError(
-                f"a text of {len(text)} characters can not be tokenized ({error}); shorten its runs of spaces",
+                f"a text of {len(text)} characters can not be tokenized ({error}); "
+                "shorten its runs of spaces",
                 code="invalid_request",
             ) from None
         return self._replace_spare(ids) if self._spare_bytes else ids
 
     def bytes_of(self, token: str) -> bytes:
-        """What a normal token stands for; one that is not spelt in the byte alphabet stands for its own text."""
+        """What a normal token stands for; one that is not spelt in the byte alphabet is its own text."""
         try:
             return bytes([BYTE_OF_CHARACTER[character] for character in token])
         except KeyError:
@@ -83,7 +84,7 @@ def _split_merge(merge: str, rank: int) -> tuple[str, str]:
 def _missing_parts(pairs: list[tuple[str, str]], ids: dict[str, int]) -> list[str]:
     """Texts that merges mention and the vocabulary lacks.
 
-    They take part in merging under spare ids, so that longer tokens behind them stay reachable, and leave as bytes.
+    Under spare ids they take part in merging, so that longer tokens stay reachable, and leave as bytes.
     """
     missing: dict[str, None] = {}
     for left, right in pairs:

@@ -1,7 +1,7 @@
 """Cuts text at special tokens, so that their texts become one id each instead of being tokenized as text.
 
-Longer tokens are cut out first, over the whole text, as the reference implementation does it; this matters where
-special tokens overlap, for example runs of newlines.
+Longer tokens are cut out first, over the whole text, as the reference implementation does it; this matters
+where special tokens overlap, for example runs of newlines.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""SentencePiece of the `llama` kind: starting from characters, the neighbouring pair that spells the token with the
-best score is merged first (the leftmost one among equals), until no pair spells a token.
+"""SentencePiece of the `llama` kind: starting from characters, the neighbouring pair that spells the token
+with the best score is merged first (the leftmost one among equals), until no pair spells a token.
 
-Merging is local, so the text is cut beforehand at spaces where no token reaches across, and what a chunk became is
-remembered: prose repeats its words. This keeps a text of 100 kB far under a second without native code.
+Merging is local, so the text is cut beforehand at spaces where no token reaches across, and what a chunk
+became is remembered: prose repeats its words. That keeps 100 kB of text far under a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CACHED_CHUNK_CHARACTERS = 64
 
 
 class ScoredMergeModel:
-    """Merges by score; what is in no token falls back to its bytes, and without byte tokens to the unknown token."""
+    """Merges by score; what is in no token becomes byte tokens, or the unknown token where there are none."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._ids = vocabulary.ids
@@ -70,8 +70,8 @@ class ScoredMergeModel:
     def _merge(self, chunk: str) -> list[str]:
         """The chunk in the pieces that merging ends with.
 
-        Symbols live in a doubly linked list over positions; a merged-away symbol is the empty string. A heap entry is
-        stale when the two symbols at its positions no longer spell its text.
+        Symbols live in a doubly linked list over positions; a merged-away symbol is the empty string. A heap
+        entry is stale when the two symbols at its positions no longer spell its text.
         """
         symbols = list(chunk)
         n_symbols = len(symbols)
@@ -110,8 +110,10 @@ class ScoredMergeModel:
 
 
 def _make_chunker(tokens: list[str]) -> re.Pattern[str]:
-    """Matches chunks that start with their spaces: a cut before a space, except after a character which some token
-    joins to a following space."""
+    """Matches chunks that start with their spaces.
+
+    The cut is before a run of spaces, except after a character that some token joins to a following space.
+    """
     joined = set(re.findall(f"([^{SPACE}\x00]){SPACE}", "\x00".join(tokens)))
     if not joined:
         return re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+")

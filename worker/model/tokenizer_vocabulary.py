@@ -1,7 +1,7 @@
 """The vocabulary of a GGUF file: tokens, their types and scores, and which ids are special.
 
-Knows the keys under `tokenizer.ggml.` and the corrections that files in the wild need; knows nothing of how text is
-split into tokens.
+Knows the keys under `tokenizer.ggml.` and the corrections that files in the wild need; knows nothing of how
+text is split into tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ END_TEXTS = frozenset(
         "<|ifm|im_end|>",
     }
 )
-# Texts of the fill-in-the-middle tokens after which nothing sensible follows; of each kind the first one counts.
+# Texts of the fill-in-the-middle tokens after which nothing sensible follows; of each kind the first one
+# counts.
 _FIM_END_TEXTS: dict[str, tuple[str, ...]] = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -76,7 +77,8 @@ _ALWAYS_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`tokens[id]` is the text as stored, `types[id]` a TokenType value, `scores[id]` the merge priority (or empty).
+    """`tokens[id]` is the text as stored, `types[id]` a TokenType, `scores[id]` the merge priority (or
+    empty).
 
     `ids` is the reverse of `tokens`. An id is None where the model has no such token.
     """
@@ -97,7 +99,7 @@ class Vocabulary:
 
 
 def load_vocabulary(metadata: Mapping[str, Any], default_ids: Mapping[str, int]) -> Vocabulary:
-    """Read and correct the vocabulary. `default_ids` ("bos", "eos", "unknown") holds what an absent key means.
+    """Read and correct the vocabulary. `default_ids` ("bos", "eos", ...) holds what an absent key means.
 
     Raises ModelFileError for missing, inconsistent or repeated tokens.
     """
@@ -106,8 +108,8 @@ def load_vocabulary(metadata: Mapping[str, Any], default_ids: Mapping[str, int])
     if len(ids) != len(tokens):
         repeated = next(token for token_id, token in enumerate(tokens) if ids[token] != token_id)
         raise ModelFileError(
-            f"tokenizer.ggml.tokens holds {repeated!r} more than once, so text has no single spelling in ids; "
-            "the file was converted wrongly, get another conversion"
+            f"tokenizer.ggml.tokens holds {repeated!r} more than once, so text has no single "
+            "spelling in ids; the file was converted wrongly, get another conversion"
         )
     types = _read_types(metadata, len(tokens))
     special = _read_special_ids(metadata, len(tokens), default_ids)
@@ -129,8 +131,8 @@ def _read_tokens(metadata: Mapping[str, Any]) -> list[str]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if tokens is None or isinstance(tokens, str) or not len(tokens):
         raise ModelFileError(
-            "the file holds no vocabulary (tokenizer.ggml.tokens is missing or empty), so text can not become tokens; "
-            "use a complete model file, not an adapter or a projector"
+            "the file holds no vocabulary (tokenizer.ggml.tokens is missing or empty), so it can not read "
+            "text; use a complete model file, not an adapter or a projector"
         )
     if not all(isinstance(token, str) for token in tokens):
         raise ModelFileError("tokenizer.ggml.tokens must be an array of strings")
@@ -171,7 +173,7 @@ def _read_special_ids(
 
 
 def _find_end_ids(ids: dict[str, int], types: list[int], special: dict[str, int]) -> frozenset[int]:
-    """The ids after which generation stops; corrects `types` of tokens that are control tokens by their text."""
+    """The ids after which generation stops; corrects `types` where a text proves a control token."""
     ends = {special[name] for name in ("eos", "eot", "eom") if name in special}
     for text in END_TEXTS & ids.keys():
         ends.add(ids[text])

@@ -117,7 +117,6 @@ class Worker:
                 self._scheduler.step()
                 self._pulse.beat()
                 self._writer.flush()
-        self._scheduler.fail_all("shutdown", f"the worker stops: {self.stop.reason}")
         self._say_bye()
         return 0
 
@@ -235,13 +234,22 @@ class Worker:
 
     def _say_bye(self) -> None:
         log.info("bye: %s", self.stop.reason)
+        self._fail_everyone("shutdown", f"the worker stops: {self.stop.reason}")
         self._writer.emit(Bye())
         self._writer.flush()
 
+    def _fail_everyone(self, code: str, message: str) -> None:
+        """A final event for all who run or wait, and for those whose message was not looked at yet."""
+        if self._scheduler is not None:
+            self._scheduler.fail_all(code, message)
+        while not self._inbox.empty():
+            left = self._inbox.get()
+            if isinstance(left, Generate | Score):
+                self._writer.emit(Failed(left.request_id, code, message))
+
     def _end_badly(self, code: str, message: str) -> int:
         """Final events for all, then the typed last words."""
-        if self._scheduler is not None:
-            self._scheduler.fail_all("internal", message)
+        self._fail_everyone("internal", message)
         self._writer.emit(Fatal(code, message))
         self._writer.flush()
         return 1
