@@ -5,7 +5,6 @@ Everything is allocated once. At one token a step Python writes a dozen integers
 
 from __future__ import annotations
 
-
 import numpy as np
 import numpy.typing as npt
 
@@ -29,7 +28,9 @@ from worker.runtime.executor import (
 )
 from worker.runtime.weights import LoadedWeights
 
-FORCED_BIAS = np.float32(1e30)  # greedy under this bias picks the target, whose raw log probability is then reported
+FORCED_BIAS = np.float32(
+    1e30
+)  # greedy under this bias picks the target, whose raw log probability is then reported
 
 
 class NativeExecutor:
@@ -206,5 +207,3 @@ def _answer(sampled: SampledStruct, output: Output) -> SampledToken:
     count = sampled.n_top
     top = list(zip(sampled.top_ids[:count], sampled.top_logprobs[:count], strict=True))
     return SampledToken(sampled.token, sampled.logprob, top)
-
-
