@@ -76,7 +76,7 @@ class WorkerSettings(Section):
 
     start_timeout_s: Positive = 600.0  # from spawn to ready
     heartbeat_s: Positive = 1.0
-    silence_s: Positive = 10.0  # a worker that answers nothing for so long is replaced
+    silence_s: Positive = 5.0  # a worker that answers nothing for so long is replaced
     stop_timeout_s: Positive = 5.0
     restart_backoff_s: Positive = 0.5  # doubled with each life in a row that served nothing
     restart_backoff_max_s: Positive = 30.0

@@ -36,7 +36,9 @@ def to_request_error(error: Exception) -> RequestError:
             "the engine stopped while it worked on this request; it is being replaced, try again"
         )
     if isinstance(error, RequestFailedError):
-        return RequestError(str(error), code=error.code, status=ENGINE_CODES.get(error.code, 500))
+        status = ENGINE_CODES.get(error.code, 500)
+        later: dict[str, int | float | str] = {"retry_after_s": 2} if status in (429, 503) else {}
+        return RequestError(str(error), code=error.code, status=status, details=later)
     message = (
         str(error) if isinstance(error, PlacewrightError) else "internal error; the server's log has more"
     )

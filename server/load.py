@@ -55,8 +55,12 @@ def engine_factory(plan: Plan, settings: Settings, text: Text) -> Callable[[], E
 
 
 def load_text(plan: Plan) -> Text:
-    """Tokenizer and chat template of the plan's model. Raises ModelFileError where they are not usable."""
-    metadata = open_model(plan.key.model_files[0].path).metadata
+    return load_model_text(Path(plan.key.model_files[0].path))
+
+
+def load_model_text(path: Path) -> Text:
+    """Tokenizer and chat template of a model file. Raises ModelFileError where they are not usable."""
+    metadata = open_model(path).metadata
     tokenizer = load_tokenizer(metadata)
     template = load_chat_template(metadata)
     if template is not None:

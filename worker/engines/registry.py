@@ -8,8 +8,7 @@ from configs.errors import SettingsError
 from configs.settings import EngineSettings, Settings, WorkerSettings
 from plans.placement import Placement
 from worker.client import Deadlines
-from worker.engines.base import Engine
-from worker.engines.openai import TextCodec
+from worker.engines.base import Engine, TextCodec
 
 NATIVE = "native"
 LLAMA_SERVER = "llama-server"
@@ -31,11 +30,10 @@ def make_engine(
 
     `codec` is the model's tokenizer, for servers that take or return text only.
     """
-    deadlines = deadlines_of(settings.worker)
     if placement.engine == NATIVE:
         from worker.engines.native import NativeEngine
 
-        return NativeEngine(placement, model_path, deadlines, log_path)
+        return NativeEngine(placement, model_path, deadlines_of(settings.worker), log_path)
     entry = settings.engines.get(placement.engine)
     if entry is None and placement.engine == LLAMA_SERVER:
         entry = EngineSettings(kind="llama-server")
@@ -45,6 +43,7 @@ def make_engine(
             f"there is no engine {placement.engine!r}; known are {known}; add [engines.{placement.engine}] to the "
             "settings, or plan for another"
         )
+    deadlines = deadlines_of(settings.worker, entry.start_timeout_s)
     return _configured(placement, model_path, entry, deadlines, log_path, codec)
 
 
@@ -65,12 +64,6 @@ def _configured(
     log_path: Path | None,
     codec: TextCodec | None,
 ) -> Engine:
-    deadlines = Deadlines(
-        load_s=entry.start_timeout_s,
-        heartbeat_s=deadlines.heartbeat_s,
-        silence_s=deadlines.silence_s,
-        stop_s=deadlines.stop_s,
-    )
     if entry.kind == "llama-server":
         from worker.engines.llama_server import LlamaServerEngine
 

@@ -37,6 +37,9 @@ def serve(settings: dict[str, Any]) -> None:
         (params.cpuparams_batch, settings["prefill_threads"]),
     ):
         cpu_params.n_threads = n_threads
+        if settings["cpus"]:
+            cpu_params.cpumask = [cpu in settings["cpus"] for cpu in range(len(cpu_params.cpumask))]
+            cpu_params.mask_valid = cpu_params.strict_cpu = True
     server = xllamacpp.Server(params)
     print("listening on", server.listening_address, flush=True)
     signal.sigwait({signal.SIGTERM})
