@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import typer
 
 from configs.errors import UserError
 from configs.settings import load_settings
+from planner import flags
 from planner.bench.common import RaceResult, SideSummary
 from planner.bench.run import RaceTask, race, settings_margin_bytes
 from planner.context import encoder_of
@@ -33,24 +33,16 @@ def _group() -> None:
 
 @bench_app.command("run")
 def run_command(
-    plan_id: Annotated[
-        str, typer.Argument(help="A plan's id or any unique beginning of it.", metavar="PLAN_ID")
-    ],
-    baseline: Annotated[str, typer.Option("--baseline", help="The engine to race against.")] = "llama-server",
-    rounds: Annotated[int, typer.Option("--rounds", min=2, max=1000, help="Paired rounds.")] = 7,
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Pin the threads of both sides.")
-    ] = None,
-    tune: Annotated[
-        bool, typer.Option("--threads-tune/--no-threads-tune", help="Tune the baseline's threads first.")
-    ] = True,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens of a prompt.")] = 512,
-    output_tokens: Annotated[int, typer.Option("--output-tokens", min=2, help="Tokens of an output.")] = 128,
-    prompts: Annotated[
-        str | None, typer.Option("--prompts", help="A text or .jsonl file, or hf:NAME.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the order and of the bootstrap.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    plan_id: flags.PlanId,
+    baseline: flags.Baseline = "llama-server",
+    rounds: flags.Rounds = 7,
+    threads: flags.PinnedThreads = None,
+    tune: flags.Tune = True,
+    prompt_tokens: flags.PromptTokens = 512,
+    output_tokens: flags.OutputTokens = 128,
+    prompts: flags.Prompts = None,
+    seed: flags.Seed = 0,
+    json: flags.Json = False,
 ) -> None:
     """Race PLAN_ID against a tuned baseline on the same file and token ids; ratios with 95 % intervals."""
     settings = load_settings()
