@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import subprocess
@@ -20,6 +21,8 @@ from plans.plan import EngineBuild
 from worker.engines.base import Engine
 from worker.engines.llama_command import find_program
 from worker.engines.registry import LLAMA_SERVER, engine_names, make_engine
+from worker.model.gguf import open_model
+from worker.model.tokenizer import Tokenizer, load_tokenizer
 
 XLLAMACPP = "xllamacpp"
 _VERSION_TIMEOUT_S = 20.0
@@ -113,12 +116,30 @@ def _build(name: str, known: dict[str, EngineOffer]) -> EngineBuild:
     return executable_build(name, Path(offer.location or ""), offer.version or "unknown")
 
 
+class ModelCodec:
+    """The model's tokenizer for servers that take or return text only; read when it is first needed."""
+
+    def __init__(self, model_path: Path) -> None:
+        self._model_path = model_path
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(open_model(self._model_path).metadata)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special=False, parse_special=False)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
 def make_factory(model_path: Path, settings: Settings) -> EngineFactory:
     """Makes engines of this model; each is started by whoever asked for it. Their logs are kept in one file."""
     log_path = logs_folder() / "planner-engines.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
+    codec = ModelCodec(model_path)
 
     def make(placement: Placement) -> Engine:
-        return make_engine(placement, model_path, settings, log_path)
+        return make_engine(placement, model_path, settings, log_path, codec)
 
     return make

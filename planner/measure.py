@@ -26,7 +26,9 @@ MOST_ROUNDS = 40
 ROUNDS_PLANNED = 4  # cold, and three that make an interval
 CONFIRM_SHARE = 0.25  # of the budget, kept for the held-out prompts of the last two
 TIE_RATIO = 1.015  # two candidates closer than this are equal for a user
-HOPELESS_COLD_RATIO = 3.0  # slower than this in the first trial, page faults and all: not worth a round
+HOPELESS_COLD_RATIO = (
+    2.5  # slower than this in the first trial, page faults and all: looked at once more, warm
+)
 HOPELESS_RATIOS = {1: 2.5, 2: 1.5}  # the same for warm rounds, while there are too few for an interval
 _TRIAL_LIMIT_RATIO = 4.0  # a trial is stopped at this multiple of the best one
 _SHORTEST_LIMIT_S = 20.0
@@ -144,11 +146,17 @@ class _Race:
                 self.fit_lengths(trial)
             score = self.score(trial)
             if score > HOPELESS_COLD_RATIO * best:
-                await self.pool.drop(candidate)
-                self.drop(
-                    candidate, "measure", f"{score / best:.2f} times the leader's time in the first trial"
-                )
+                await self._second_chance(candidate, best)
             best = min(best, score)
+
+    async def _second_chance(self, candidate: Candidate, best_s: float) -> None:
+        """A slow first trial may be page faults and warming up; a slow second one is the candidate."""
+        trial = await self.trial(candidate, "train", 0, cold=False)
+        if trial is not None and (ratio := self.score(trial) / best_s) > HOPELESS_RATIOS[1]:
+            await self.pool.drop(candidate)
+            self.drop(
+                candidate, "measure", f"{ratio:.2f} times the leader's time, warm, before the first round"
+            )
 
     def fit_lengths(self, trial: Trial) -> None:
         """After the first trial its rates, and no longer the prediction, say how long trials may be."""

@@ -19,7 +19,7 @@ from planner.measure import ROUNDS_PLANNED, Lengths, Measurement, MeasureTask, c
 from planner.memory import host_limit_bytes
 from planner.pool import EnginePool
 from planner.probe import unmeasured
-from planner.prompts import Material, PromptText, load_texts, texts_sha256
+from planner.prompts import Material, load_texts, texts_sha256
 from planner.search import Candidate, SearchResult, search
 from planner.select import Selection, select
 from planner.workload import PlanRequest, make_workload
@@ -53,6 +53,8 @@ def make_plan(request: PlanRequest, context: Context) -> Outcome:
     if saved is not None and not request.replan and not request.dry_run:
         return Outcome(card, saved, True, None)
 
+    material = Material(texts, context.encoder(Path(card.paths[0])))
+
     context.reporter.stage("probe this machine")
     report = context.probe(context.read_host(), request.reprobe, context.reporter)
 
@@ -63,7 +65,7 @@ def make_plan(request: PlanRequest, context: Context) -> Outcome:
         return Outcome(card, None, False, found)
 
     context.reporter.stage(f"measure on {workload.prompts} prompts, at most about {request.budget_s:.0f} s")
-    measurement = asyncio.run(race(card, report, workload, found, texts, request, context))
+    measurement = asyncio.run(race(card, report, workload, found, material, request, context))
 
     context.reporter.stage("select")
     selection = select(found.finalists, measurement, workload.mix, engines)
@@ -146,7 +148,7 @@ async def race(
     report: MachineReport,
     workload: Workload,
     found: SearchResult,
-    texts: list[PromptText],
+    material: Material,
     request: PlanRequest,
     context: Context,
 ) -> Measurement:
@@ -160,7 +162,6 @@ async def race(
         budget_s=request.budget_s,
         seed=request.seed,
     )
-    material = Material(texts, context.encoder(model_path))
     pool = EnginePool(context.factory(model_path, context.settings), host_limit_bytes(report, request.limits))
     try:
         return await measure(task, material, pool, context.reporter, context.clock)

@@ -89,7 +89,7 @@ def _relay(stream: IO[str], reporter: Reporter, tail: list[str]) -> None:
 
 
 def probe_command(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "worker.probe", "--folder", str(folder)]
+    return [sys.executable, "-P", "-m", "worker.probe", "--folder", str(folder)]
 
 
 def run_probe(reporter: Reporter) -> MachineReport:

@@ -135,13 +135,13 @@ def test_cold_trials_are_kept_apart_and_held_out_prompts_confirm() -> None:
     assert {trial.prompt for trial in heldout} == {"c"}
 
 
-def test_a_hopeless_candidate_gets_one_trial() -> None:
+def test_a_hopeless_candidate_gets_a_cold_and_a_warm_trial() -> None:
     candidates = tuple(candidate(decode_threads=n) for n in (4, 2, 1))
     farm = EngineFarm(by_threads({4: 50.0, 2: 48.0, 1: 10.0}))
     measurement = run(farm, candidates)
     trials = [trial for trial in measurement.trials if trial.candidate == candidates[2].label]
-    assert len(trials) == 1
-    assert any("in the first trial" in row.reason for row in measurement.rejected)
+    assert [trial.cold for trial in trials] == [True, False]
+    assert any("before the first round" in row.reason for row in measurement.rejected)
 
 
 def test_the_budget_ends_it_and_every_candidate_is_accounted_for() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from configs.errors import ModelFileError, PlanError
+from configs.errors import ModelFileError, PlanError, UserError
 from configs.settings import Settings
 from planner import pipeline
 from planner.context import Context
@@ -170,3 +170,15 @@ def test_the_mix_fits_the_context() -> None:
     assert mix_for(4096) == RequestMix(512, 128)
     assert mix_for(640) == RequestMix(512, 128)
     assert mix_for(100) == RequestMix(80, 20)
+
+
+def test_repetitive_prompts_are_refused_before_anything_is_measured(
+    bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "same.txt"
+    file.write_text("7 " * 2000)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="repeat themselves"):
+        bed.plan(prompts=str(file))
+    assert bed.n_probes == 0 and bed.farm.started == []
