@@ -102,10 +102,10 @@ def _build(name: str, known: dict[str, EngineOffer]) -> EngineBuild:
     offer = known.get(name)
     if offer is None:
         raise PlanError(
-            f"--engines {name}: there is no such engine; known are {', '.join(known)} (see `placewright engines`)"
+            f"there is no engine {name!r}; known are {', '.join(known)} (see `placewright engines`)"
         )
     if offer.reason is not None:
-        raise PlanError(f"--engines {name} can not be used: {offer.reason}; {offer.remedy}")
+        raise PlanError(f"engine {name} can not be used: {offer.reason}; {offer.remedy}")
     if name == NATIVE:
         return native_build(placewright_version())
     if offer.kind == "openai":

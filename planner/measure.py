@@ -121,7 +121,7 @@ class _Race:
             ttft_s=round(timing.ttft_s, 6),
             prefill_tokens_per_s=round(timing.prefill_tokens_per_s, 4),
             decode_tokens_per_s=round(timing.decode_tokens_per_s, 4),
-            forced=True,
+            forced=self.pool.infos[candidate.label].feeds_teacher_ids,
         )
         self.trials.append(trial)
         return trial

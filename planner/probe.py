@@ -88,14 +88,17 @@ def _relay(stream: IO[str], reporter: Reporter, tail: list[str]) -> None:
         del tail[:-10]
 
 
+def probe_command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "worker.probe", "--folder", str(folder)]
+
+
 def run_probe(reporter: Reporter) -> MachineReport:
     """Runs the worker's measuring job and reads the one JSON document that it prints."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "worker.probe", "--folder", str(folder)]
     tail: list[str] = []
     with subprocess.Popen(
-        command,
+        probe_command(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,

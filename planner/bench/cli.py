@@ -109,11 +109,16 @@ def _row(side: SideSummary) -> tuple[str, ...]:
 def race_text(result: RaceResult) -> str:
     head = ("side", "threads", "prefill tok/s", "decode tok/s", "TTFT s", "decode reads", "of RAM rate")
     lines = [
-        f"{result.model}: {result.prompt_tokens} prompt and {result.output_tokens} output tokens, same ids for both",
+        f"{result.model}: {result.prompt_tokens} prompt and {result.output_tokens} output tokens",
         show.table(head, [_row(result.plan), _row(result.baseline)]),
         f"  prefill: {_interval_text(result.prefill_speedup)} the baseline's speed",
         f"  decode:  {_interval_text(result.decode_speedup)} the baseline's speed",
         f"  baseline: {result.baseline.engine} {result.baseline.version}",
+        *(
+            f"  {side.name}: decoded ids of its own choice (it can not be fed given ones)"
+            for side in (result.plan, result.baseline)
+            if not side.forced_output
+        ),
         *(f"  tuned: {words}" for words in result.tuning),
         *(f"  overlay: {words}" for words in result.overlay),
     ]
