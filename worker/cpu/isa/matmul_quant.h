@@ -155,6 +155,7 @@ inline void dot_packed(const uint8_t* unit, int first_lane, int n_units, const u
     const uint8_t* group = unit + L.header_bytes();
 #pragma GCC unroll 1
     for (int g = 0; g < L.groups(); g++, group += L.group_bytes(), x += T * kQ8GroupBytes) {
+      if constexpr (kPrefetches<T>) prefetch_ahead(group, L.group_bytes());
       PackedGroup<L> groups[V];
       for (int v = 0; v < V; v++) groups[v] = {unit, group, first_lane + v * kLanes};
       add_group<L>(groups, Q8Group<T>{x}, total);
@@ -229,9 +230,9 @@ size_t quant_scratch_bytes(int32_t cols) {
   return static_cast<size_t>(quant_packed_bytes<L>(cols) + panel_bytes);
 }
 
+// From PanelFromTokens tokens on, expanding a panel pays (measured per type and level).
 constexpr int32_t kNoPanel = INT32_MAX;
 
-// From PanelFromTokens tokens on, expanding a panel pays.
 template <QuantLayout L, int32_t PanelFromTokens>
 void matmul_quant(const Matmul& m, int32_t group_begin, int32_t group_end, uint8_t* scratch) {
   const int32_t n_units = m.weight->cols / L.unit_cols;
