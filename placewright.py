@@ -1,5 +1,52 @@
-"""The `placewright` command: mounts the commands of planner and server, holds no logic."""
+"""The `placewright` command: mounts the commands of planner and server, turns errors into exit codes. Start here.
+
+Exit codes: 0 done, 1 the job failed, 2 wrong usage or refused input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+import planner.cli
+import server.cli
+from configs.errors import PlacewrightError
+
+INTERRUPTED = 130
+
+
+def make_app() -> typer.Typer:
+    app = typer.Typer(
+        name="placewright",
+        help="Measures how a GGUF model runs fastest on this machine, saves that as a plan, and serves it.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    planner.cli.mount(app)
+    server.cli.mount(app)
+    return app
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command line and returns its exit code; a user's error becomes one line on stderr."""
+    try:
+        make_app()(arguments, prog_name="placewright")
+    except PlacewrightError as error:
+        print(f"placewright: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("placewright: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+    return 0
 
 
 def main() -> None:
-    raise SystemExit("placewright has no commands yet")
+    raise SystemExit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -78,7 +78,11 @@ class EngineDiedError(EngineError):
 
 
 class RequestFailedError(EngineError):
-    """One request failed; the engine lives on."""
+    """One request failed; the engine lives on. `code` is that of the protocol's `failed`, or "timeout"."""
+
+    def __init__(self, message: str, code: str = "internal") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class MeasureError(PlacewrightError):

@@ -30,7 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best (0..20)
 
 
-# ---- parent to worker -------------------------------------------------------------------------------------------
+# ---- parent to worker ----
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -43,7 +43,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     """Continue a prompt. Ends at an id of `stop_ids` (reported, not part of the output) or after `max_tokens`.
 
-    `teacher_ids`: instead of sampling, these ids are fed one a step (for measuring: same work for every engine).
+    `teacher_ids`: instead of sampling, these ids are fed one a step (for measuring: same work for all).
     """
 
     request_id: str
@@ -87,7 +87,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 ToWorker = Load | Generate | Score | Cancel | GetStats | Ping | Shutdown
 
 
-# ---- worker to parent -------------------------------------------------------------------------------------------
+# ---- worker to parent ----
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -140,10 +140,11 @@ class Timings(msgspec.Struct, frozen=True):
     completion_tokens: int
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
     request_id: str
     reason: str  # "stop" (an id of stop_ids), "length", "cancelled"
     timings: Timings
+    stop_id: int | None = None  # the id that ended it, for "stop"; it has no token event
 
 
 class Scored(msgspec.Struct, frozen=True, tag="scored"):
@@ -179,7 +180,9 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     pass
 
 
-FromWorker = Hello | Progress | Ready | Accepted | TokenEvent | Done | Scored | Failed | Stats | Pong | Fatal | Bye
+FromWorker = (
+    Hello | Progress | Ready | Accepted | TokenEvent | Done | Scored | Failed | Stats | Pong | Fatal | Bye
+)
 
 encode = msgspec.json.Encoder().encode
 decode_to_worker = msgspec.json.Decoder(ToWorker).decode

@@ -26,6 +26,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_capacity_tokens: int | None
     memory_bytes: dict[str, int]
     load_s: float | None
+    feeds_teacher_ids: bool = True  # False: with `teacher_ids` it decodes as many tokens, but its own
 
 
 class Engine(abc.ABC):

@@ -1,0 +1,119 @@
+"""`placewright bench ...`: races and checks of saved plans. Tables go to stdout; `--json` prints one document."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from configs.settings import load_settings
+from planner.bench.common import RaceResult, SideSummary
+from planner.bench.run import RaceTask, race, settings_margin_bytes
+from planner.context import encoder_of
+from planner.engines import builds_of, make_factory
+from planner.measure import Lengths
+from planner.progress import make_reporter
+from planner.statistics import Interval
+from plans import host, show
+from plans.key import open_verified_plan
+from plans.plan import RequestMix
+
+bench_app = typer.Typer(no_args_is_help=True, help="Race a plan against a tuned baseline.")
+
+
+@bench_app.callback()
+def _group() -> None:
+    """Race a plan against a tuned baseline."""
+
+
+@bench_app.command("run")
+def run_command(
+    plan_id: Annotated[
+        str, typer.Argument(help="A plan's id or any unique beginning of it.", metavar="PLAN_ID")
+    ],
+    baseline: Annotated[str, typer.Option("--baseline", help="The engine to race against.")] = "llama-server",
+    rounds: Annotated[int, typer.Option("--rounds", min=2, max=1000, help="Paired rounds.")] = 7,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Pin the threads of both sides.")
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option("--threads-tune/--no-threads-tune", help="Tune the baseline's threads first.")
+    ] = True,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens of a prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", min=2, help="Tokens of an output.")] = 128,
+    prompts: Annotated[
+        str | None, typer.Option("--prompts", help="A text or .jsonl file, or hf:NAME.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the order and of the bootstrap.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+) -> None:
+    """Race PLAN_ID against a tuned baseline on the same file and token ids; ratios with 95 % intervals."""
+    settings = load_settings()
+    plan = open_verified_plan(plan_id)
+    builds_of((baseline,), settings)  # refuses a baseline that is not there before anything starts
+    mix = fitting(prompt_tokens, output_tokens, plan.placement.context_length_tokens)
+    task = RaceTask(
+        plan=plan,
+        baseline=baseline,
+        lengths=Lengths(mix.prompt_tokens, mix.output_tokens),
+        rounds=rounds,
+        threads=threads,
+        tune=tune,
+        seed=seed,
+        prompts=prompts,
+    )
+    model_path = Path(plan.model.paths[0])
+    limit = max(0, host.ram_available_bytes() - settings_margin_bytes(settings))
+    with make_reporter() as reporter:
+        reporter.stage(f"race plan {plan.id[:12]} against {baseline}, {rounds} rounds")
+        factory = make_factory(model_path, settings)
+        result = asyncio.run(race(task, factory, encoder_of(model_path), limit, reporter))
+    text = msgspec.json.format(msgspec.json.encode(result)).decode() if json else race_text(result)
+    sys.stdout.write(text + "\n")
+
+
+def fitting(prompt_tokens: int, output_tokens: int, context_length_tokens: int) -> RequestMix:
+    """Lengths that fit into the plan's context. Raises BadParameter with all numbers."""
+    if prompt_tokens + output_tokens > context_length_tokens:
+        raise typer.BadParameter(
+            f"{prompt_tokens} + {output_tokens} tokens exceed the plan's context of {context_length_tokens}",
+            param_hint="--prompt-tokens",
+        )
+    return RequestMix(prompt_tokens, output_tokens)
+
+
+def _interval_text(interval: Interval) -> str:
+    if interval.low is None or interval.high is None:
+        return f"{interval.ratio:.2f}x"
+    return f"{interval.ratio:.2f}x ({interval.low:.2f} to {interval.high:.2f}, {interval.n} pairs)"
+
+
+def _row(side: SideSummary) -> tuple[str, ...]:
+    share = "n/a" if side.ram_share is None else f"{100 * side.ram_share:.0f} %"
+    return (
+        f"{side.name}: {side.engine}",
+        f"{side.threads_decode}/{side.threads_prefill}",
+        show.number_text(side.prefill_tokens_per_s),
+        show.number_text(side.decode_tokens_per_s),
+        show.number_text(side.ttft_s, 3),
+        show.rate_text(side.decode_bytes_per_s),
+        share,
+    )
+
+
+def race_text(result: RaceResult) -> str:
+    head = ("side", "threads", "prefill tok/s", "decode tok/s", "TTFT s", "decode reads", "of RAM rate")
+    lines = [
+        f"{result.model}: {result.prompt_tokens} prompt and {result.output_tokens} output tokens, same ids for both",
+        show.table(head, [_row(result.plan), _row(result.baseline)]),
+        f"  prefill: {_interval_text(result.prefill_speedup)} the baseline's speed",
+        f"  decode:  {_interval_text(result.decode_speedup)} the baseline's speed",
+        f"  baseline: {result.baseline.engine} {result.baseline.version}",
+        *(f"  tuned: {words}" for words in result.tuning),
+        *(f"  overlay: {words}" for words in result.overlay),
+    ]
+    return "\n".join(lines)

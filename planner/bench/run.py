@@ -1,0 +1,188 @@
+"""`bench run`: a plan against a tuned baseline engine, on the same file and the same token ids, round by
+round.
+
+Both sides run in every round on the same passage, in random order; the baseline's threads are tuned first,
+the plan's were tuned when it was made. Ratios are of pairs, so what disturbs the machine disturbs both.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import msgspec
+
+from configs.errors import EngineError, MeasureError
+from configs.settings import Settings
+from planner.bench.common import RaceResult, speedup, summarize
+from planner.inspect import read_card
+from planner.measure import Lengths
+from planner.memory import predict_memory
+from planner.pool import EngineFactory, EnginePool
+from planner.progress import Reporter
+from planner.prompts import Encode, Material, load_texts
+from planner.search import Candidate, label_of
+from planner.trials import Clock, Timing, score_s, time_one
+from plans.card import ModelCard
+from plans.placement import Placement
+from plans.plan import Plan
+
+_TRIAL_LIMIT_S = 600.0
+_TUNING_TRIALS = 2
+
+
+class RaceTask(msgspec.Struct, frozen=True):
+    """`threads` pins both sides; None keeps the plan's and tunes the baseline's when `tune` is set."""
+
+    plan: Plan
+    baseline: str
+    lengths: Lengths
+    rounds: int
+    threads: int | None = None
+    tune: bool = True
+    seed: int = 0
+    prompts: str | None = None
+
+
+def candidate_of(card: ModelCard, placement: Placement) -> Candidate:
+    return Candidate(label_of(placement), placement, predict_memory(card, placement), None)
+
+
+def plan_side(task: RaceTask) -> tuple[Placement, tuple[str, ...]]:
+    """The plan's placement and, in words, what a pin changes of it."""
+    placement = task.plan.placement
+    if task.threads is None:
+        return placement, ()
+    pinned = msgspec.structs.replace(
+        placement, decode_threads=task.threads, prefill_threads=task.threads, cpus=()
+    )
+    was = f"decode {placement.decode_threads}, prefill {placement.prefill_threads}"
+    return pinned, () if pinned == placement else (f"threads pinned to {task.threads} (the plan says {was})",)
+
+
+def baseline_placements(task: RaceTask) -> list[Placement]:
+    """What the baseline is tuned over: all cores, half of them, one; a pin leaves one choice."""
+    cores = task.plan.host.cpus[0].cores_available
+    base = msgspec.structs.replace(
+        task.plan.placement,
+        engine=task.baseline,
+        load_mode="mmap",
+        huge_pages=False,
+        ubatch_tokens=512,
+        cpus=(),
+    )
+    counts = [task.threads] if task.threads is not None else sorted({cores, max(1, cores // 2)}, reverse=True)
+    decode_counts = counts if task.tune else counts[:1]
+    return [
+        msgspec.structs.replace(base, decode_threads=count, prefill_threads=counts[0])
+        for count in decode_counts
+    ]
+
+
+class _Bench:
+    def __init__(
+        self,
+        task: RaceTask,
+        card: ModelCard,
+        material: Material,
+        pool: EnginePool,
+        reporter: Reporter,
+        clock: Clock,
+    ) -> None:
+        self.task, self.card, self.material = task, card, material
+        self.pool, self.reporter, self.clock = pool, reporter, clock
+
+    async def trial(self, side: Candidate, number: int) -> Timing:
+        """Raises EngineError or MeasureError: a race with one side is none."""
+        engine, _ = await self.pool.get(side)
+        lengths = self.task.lengths
+        passage = self.material.passage("heldout", number, lengths.prompt_tokens, lengths.output_tokens)
+        return await time_one(engine, [passage], self.clock, _TRIAL_LIMIT_S)
+
+    async def tune(self) -> tuple[Candidate, tuple[str, ...]]:
+        """The baseline at its best threads, and what was tried."""
+        choices = [candidate_of(self.card, placement) for placement in baseline_placements(self.task)]
+        if len(choices) == 1:
+            return choices[0], ()
+        words, best, best_s = [], None, float("inf")
+        for choice in choices:
+            self.reporter.busy(f"tuning {choice.label}")
+            await self.trial(choice, 0)
+            seconds = min([await self._seconds(choice, number) for number in range(1, 1 + _TUNING_TRIALS)])
+            words.append(f"{choice.label}: {seconds:.3f} s a request")
+            if seconds < best_s:
+                best, best_s = choice, seconds
+        for choice in choices:
+            if choice is not best:
+                await self.pool.drop(choice)
+        assert best is not None
+        return best, tuple(words)
+
+    async def _seconds(self, choice: Candidate, number: int) -> float:
+        timing = await self.trial(choice, number)
+        return score_s(timing.prefill_tokens_per_s, timing.decode_tokens_per_s, self.task.plan.workload.mix)
+
+    async def paired(self, ours: Candidate, theirs: Candidate) -> tuple[list[Timing], list[Timing]]:
+        """One warm-up each, then the rounds."""
+        order = random.Random(self.task.seed)
+        results: dict[str, list[Timing]] = {ours.label: [], theirs.label: []}
+        for side in (ours, theirs):
+            await self.trial(side, 0)
+        for number in range(1, self.task.rounds + 1):
+            for side in order.sample([ours, theirs], 2):
+                self.reporter.busy(f"round {number} of {self.task.rounds}: {side.label}")
+                results[side.label].append(await self.trial(side, number))
+        return results[ours.label], results[theirs.label]
+
+
+async def race(
+    task: RaceTask,
+    factory: EngineFactory,
+    encode: Encode,
+    limit_bytes: int,
+    reporter: Reporter,
+    clock: Clock = time.perf_counter,
+) -> RaceResult:
+    """Raises MeasureError, with the engine's words, when one of the sides fails."""
+    card = read_card(Path(task.plan.model.paths[0]))
+    pool = EnginePool(factory, limit_bytes)
+    bench = _Bench(task, card, Material(load_texts(task.prompts), encode), pool, reporter, clock)
+    placement, overlay = plan_side(task)
+    ours = candidate_of(card, placement)
+    try:
+        theirs, tuning = await bench.tune()
+        if theirs.label == ours.label:
+            raise MeasureError(f"the plan runs on {task.baseline} itself, there is nothing to compare")
+        our_timings, their_timings = await bench.paired(ours, theirs)
+        versions = {label: info.version for label, info in pool.infos.items()}
+    except EngineError as error:
+        raise MeasureError(f"the race ended early: {error}") from error
+    finally:
+        await pool.close()
+    sides = [
+        summarize(name, side.placement, versions.get(side.label, "n/a"), timings, card, task.plan.ram_read)
+        for name, side, timings in (("plan", ours, our_timings), ("baseline", theirs, their_timings))
+    ]
+    return RaceResult(
+        plan_id=task.plan.id,
+        model=card.name,
+        prompt_tokens=task.lengths.prompt_tokens,
+        output_tokens=task.lengths.output_tokens,
+        same_token_ids=True,
+        seed=task.seed,
+        plan=sides[0],
+        baseline=sides[1],
+        prefill_speedup=speedup(*_rates(our_timings, their_timings, "prefill_tokens_per_s"), task.seed),
+        decode_speedup=speedup(*_rates(our_timings, their_timings, "decode_tokens_per_s"), task.seed),
+        tuning=tuning,
+        overlay=overlay,
+    )
+
+
+def _rates(ours: list[Timing], theirs: list[Timing], field: str) -> tuple[list[float], list[float]]:
+    return [getattr(timing, field) for timing in ours], [getattr(timing, field) for timing in theirs]
+
+
+def settings_margin_bytes(settings: Settings) -> int:
+    return settings.plan.host_memory_margin_mib << 20

@@ -1,0 +1,55 @@
+"""What the pipeline works with besides the request: settings, store, machine, engines, tokenizer, clock.
+
+Everything outside of the planner comes in through here, so a test replaces what it has not got.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from configs.paths import plans_folder
+from configs.settings import Settings
+from planner.engines import builds_of, make_factory
+from planner.pool import EngineFactory
+from planner.probe import probe_machine
+from planner.progress import Reporter
+from planner.prompts import Encode
+from planner.version import placewright_version
+from plans import host
+from plans.key import identify_files
+from plans.machine import Host, MachineReport
+from plans.plan import EngineBuild, FileIdentity
+from plans.store import PlanStore
+from worker.model.gguf import open_model
+from worker.model.tokenizer import load_tokenizer
+
+
+def encoder_of(model_path: Path) -> Encode:
+    """The model's own tokenizer, for plain text. Raises ModelFileError for a tokenizer that is not known."""
+    tokenizer = load_tokenizer(open_model(model_path).metadata)
+    return lambda text: tokenizer.encode(text, add_special=False, parse_special=False)
+
+
+def _identify(paths: tuple[str, ...], reporter: Reporter) -> tuple[FileIdentity, ...]:
+    def show(name: str, done: int, total: int) -> None:
+        reporter.busy(f"hashing {name}: {done * 100 // max(1, total)} %")
+
+    return identify_files(paths, progress=show)
+
+
+@dataclass(frozen=True)
+class Context:
+    settings: Settings
+    reporter: Reporter = field(default_factory=Reporter)
+    store: PlanStore = field(default_factory=lambda: PlanStore(plans_folder()))
+    read_host: Callable[[], Host] = host.read_host
+    probe: Callable[[Host, bool, Reporter], MachineReport] = probe_machine
+    identify: Callable[[tuple[str, ...], Reporter], tuple[FileIdentity, ...]] = _identify
+    builds: Callable[[tuple[str, ...], Settings], tuple[EngineBuild, ...]] = builds_of
+    factory: Callable[[Path, Settings], EngineFactory] = make_factory
+    encoder: Callable[[Path], Encode] = encoder_of
+    clock: Callable[[], float] = time.perf_counter
+    version: str = field(default_factory=placewright_version)

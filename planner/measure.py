@@ -1,0 +1,289 @@
+"""Times the finalists on real prompts, interleaved and repeated until they separate or the budget ends.
+
+A round gives every remaining candidate the same passage, in random order. After each round the ones that are
+slower than the leader beyond doubt are dropped with their numbers. The last two go on with held-out prompts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from configs.errors import EngineError, MeasureError
+from planner.pool import EnginePool
+from planner.progress import Reporter
+from planner.prompts import Material, Split
+from planner.search import Candidate
+from planner.statistics import Interval, paired_ratio
+from planner.trials import Clock, Timing, score_s, time_one
+from plans.plan import Rejected, RequestMix, Trial
+
+FEWEST_ROUNDS = 3
+MOST_ROUNDS = 40
+CONFIRM_SHARE = 0.25  # of the budget, kept for the held-out prompts of the last two
+TIE_RATIO = 1.015  # two candidates closer than this are equal for a user
+HOPELESS_COLD_RATIO = 2.0  # slower than this in the first trial, page faults and all: not worth a round
+HOPELESS_RATIO = 1.5  # the same for warm rounds, while there are too few for an interval
+_TRIAL_LIMIT_RATIO = 4.0  # a trial is stopped at this multiple of the best one
+_SHORTEST_LIMIT_S = 20.0
+_FIRST_LIMIT_S = 300.0
+
+
+class Lengths(msgspec.Struct, frozen=True):
+    """Tokens of a trial's prompt and output."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
+class MeasureTask(msgspec.Struct, frozen=True):
+    """What is measured: finalists in order of promise, under one budget."""
+
+    candidates: tuple[Candidate, ...]
+    mix: RequestMix
+    lengths: Lengths
+    concurrency: int
+    budget_s: float
+    seed: int
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """`order`: candidates that were never dropped, fastest first by the warm trials."""
+
+    trials: tuple[Trial, ...]
+    rejected: tuple[Rejected, ...]
+    order: tuple[str, ...]
+    decided: str
+    spent_s: float
+
+
+class _Race:
+    """The state of one measurement; every method is one step of it."""
+
+    def __init__(
+        self, task: MeasureTask, material: Material, pool: EnginePool, reporter: Reporter, clock: Clock
+    ) -> None:
+        self.task, self.material, self.pool = task, material, pool
+        self.reporter, self.clock = reporter, clock
+        self.start_s = clock()
+        self.alive: list[Candidate] = []
+        self.trials: list[Trial] = []
+        self.rejected: list[Rejected] = []
+        self.random = random.Random(task.seed)
+        self.best_wall_s = float("inf")
+
+    def spent_s(self) -> float:
+        return self.clock() - self.start_s
+
+    def _limit_s(self) -> float:
+        if self.best_wall_s == float("inf"):
+            return _FIRST_LIMIT_S
+        return max(_SHORTEST_LIMIT_S, _TRIAL_LIMIT_RATIO * self.best_wall_s)
+
+    def drop(self, candidate: Candidate, stage: Literal["engine", "measure", "confirm"], reason: str) -> None:
+        self.alive = [item for item in self.alive if item.label != candidate.label]
+        self.rejected.append(Rejected(candidate.label, stage, reason))
+        self.reporter.note(f"dropped {candidate.label}: {reason}")
+
+    async def _timed(self, candidate: Candidate, split: Split, index: int) -> tuple[Timing, str]:
+        engine, _ = await self.pool.get(candidate)
+        count, lengths = self.task.concurrency, self.task.lengths
+        passages = [
+            self.material.passage(split, index * count + i, lengths.prompt_tokens, lengths.output_tokens)
+            for i in range(count)
+        ]
+        return await time_one(engine, passages, self.clock, self._limit_s()), passages[0].name
+
+    async def trial(self, candidate: Candidate, split: Split, number: int, cold: bool) -> Trial | None:
+        """One trial; None when the engine failed, and then the candidate is out with the engine's words."""
+        self.reporter.busy(f"round {number}: {candidate.label}")
+        try:
+            timing, prompt = await self._timed(candidate, split, number)
+        except (EngineError, MeasureError) as error:
+            await self.pool.drop(candidate)
+            self.drop(candidate, "engine", str(error))
+            return None
+        if not cold:
+            self.best_wall_s = min(self.best_wall_s, timing.wall_s)
+        trial = Trial(
+            candidate=candidate.label,
+            round=number,
+            split=split,
+            prompt=prompt,
+            prompt_tokens=timing.prompt_tokens,
+            output_tokens=timing.output_tokens,
+            cold=cold,
+            ttft_s=round(timing.ttft_s, 6),
+            prefill_tokens_per_s=round(timing.prefill_tokens_per_s, 4),
+            decode_tokens_per_s=round(timing.decode_tokens_per_s, 4),
+            forced=True,
+        )
+        self.trials.append(trial)
+        return trial
+
+    def score(self, trial: Trial) -> float:
+        return score_s(trial.prefill_tokens_per_s, trial.decode_tokens_per_s, self.task.mix)
+
+    async def qualify(self) -> None:
+        """Starts every candidate and gives it one cold trial; failures and hopeless ones end here."""
+        best = float("inf")
+        for candidate in self.task.candidates:
+            if self.alive and self.spent_s() > self.task.budget_s * (1 - CONFIRM_SHARE):
+                self.rejected.append(Rejected(candidate.label, "measure", "the budget ended before its turn"))
+                continue
+            self.alive.append(candidate)
+            trial = await self.trial(candidate, "train", 0, cold=True)
+            if trial is None:
+                continue
+            score = self.score(trial)
+            if score > HOPELESS_COLD_RATIO * best:
+                await self.pool.drop(candidate)
+                self.drop(
+                    candidate, "measure", f"{score / best:.2f} times the leader's time in the first trial"
+                )
+            best = min(best, score)
+
+    async def round(self, split: Split, number: int) -> None:
+        for candidate in self.random.sample(self.alive, len(self.alive)):
+            await self.trial(candidate, split, number, cold=False)
+
+    def scores(self, label: str, split: Split) -> dict[int, float]:
+        """Seconds by round, warm trials only."""
+        return {
+            trial.round: self.score(trial)
+            for trial in self.trials
+            if trial.candidate == label and trial.split == split and not trial.cold
+        }
+
+    def against(self, label: str, leader: str, split: Split) -> Interval | None:
+        """How many times the leader's time a candidate takes, over the rounds that both ran."""
+        ours, theirs = self.scores(label, split), self.scores(leader, split)
+        rounds = sorted(ours.keys() & theirs.keys())
+        if not rounds:
+            return None
+        return paired_ratio([ours[i] for i in rounds], [theirs[i] for i in rounds])
+
+    def ranking(self, split: Split) -> list[Candidate]:
+        """Fastest first, by the geometric mean against the first candidate that is alive."""
+        if not self.alive:
+            return []
+        base = self.alive[0].label
+
+        def ratio(candidate: Candidate) -> float:
+            interval = self.against(candidate.label, base, split)
+            return interval.ratio if interval else float("inf")
+
+        return sorted(self.alive, key=ratio)
+
+    async def _lost(self, candidate: Candidate, leader: Candidate, interval: Interval) -> None:
+        ends = f" ({interval.low:.3f} to {interval.high:.3f})" if interval.low and interval.high else ""
+        await self.pool.drop(candidate)
+        words = f"{interval.ratio:.3f}{ends} times {leader.label} over {interval.n} rounds"
+        self.drop(candidate, "measure", words)
+
+    async def drop_slower(self, split: Split) -> bool:
+        """Drops what is slower beyond doubt. True when nothing is left open: one candidate, or all judged."""
+        leader, *others = self.ranking(split)
+        settled = True
+        for candidate in others:
+            interval = self.against(candidate.label, leader.label, split)
+            verdict = judge(interval)
+            settled = settled and verdict != "open"
+            # the last two both go on to the held-out prompts
+            if interval is not None and verdict == "slower" and len(self.alive) > 2:
+                await self._lost(candidate, leader, interval)
+        return settled
+
+
+def judge(interval: Interval | None) -> Literal["slower", "equal", "open"]:
+    """What a ratio to the leader's time proves so far."""
+    if interval is None:
+        return "open"
+    if interval.n < FEWEST_ROUNDS or interval.low is None or interval.high is None:
+        return "slower" if interval.ratio > HOPELESS_RATIO else "open"
+    if interval.low > 1.0 and interval.ratio > TIE_RATIO:
+        return "slower"
+    return "equal" if interval.high <= TIE_RATIO else "open"
+
+
+async def _repeat(race: _Race, split: Split, until_s: float, fewest: int) -> str:
+    """Rounds until the candidates separate, are equal, or the time is up; says which."""
+    for number in range(1, MOST_ROUNDS + 1):
+        began_s = race.spent_s()
+        await race.round(split, number)
+        if not race.alive:
+            return "every candidate failed"
+        if await race.drop_slower(split) and number >= fewest:
+            return f"separated after {number} rounds"
+        round_s = race.spent_s() - began_s
+        if number >= fewest and race.spent_s() + round_s > until_s:
+            return f"the budget ended after {number} rounds"
+    return f"still not separated after {MOST_ROUNDS} rounds"
+
+
+async def measure(
+    task: MeasureTask, material: Material, pool: EnginePool, reporter: Reporter, clock: Clock
+) -> Measurement:
+    """Races the candidates. Raises MeasureError when none of them works, with the reasons of all."""
+    race = _Race(task, material, pool, reporter, clock)
+    await race.qualify()
+    if race.alive:
+        decided = await _repeat(race, "train", task.budget_s * (1 - CONFIRM_SHARE), _fewest(race))
+    if not race.alive:
+        raise MeasureError(f"no candidate works: {_reasons(race.rejected)}")
+    await _keep_two(race)
+    confirmed = await _repeat(race, "heldout", task.budget_s, _fewest(race))
+    if not race.alive:
+        raise MeasureError(f"no candidate works: {_reasons(race.rejected)}")
+    return Measurement(
+        trials=tuple(race.trials),
+        rejected=tuple(race.rejected),
+        order=tuple(candidate.label for candidate in race.ranking("heldout")),
+        decided=f"search prompts: {decided}; held-out prompts: {confirmed}",
+        spent_s=round(race.spent_s(), 3),
+    )
+
+
+def _fewest(race: _Race) -> int:
+    """One round still makes a number when the budget is gone; three make an interval."""
+    return 1 if race.spent_s() > race.task.budget_s else 2
+
+
+async def _keep_two(race: _Race) -> None:
+    """The two fastest go on; the others are told what they lost by."""
+    leader, *others = race.ranking("train")
+    for candidate in others[1:]:
+        interval = race.against(candidate.label, leader.label, "train")
+        ratio = f"{interval.ratio:.3f} times {leader.label}" if interval else "no common round"
+        await race.pool.drop(candidate)
+        race.drop(candidate, "measure", f"not among the last two: {ratio}")
+
+
+def _reasons(rejected: list[Rejected]) -> str:
+    return "; ".join(f"{item.candidate}: {item.reason}" for item in rejected)
+
+
+def choose_lengths(
+    mix: RequestMix, concurrency: int, trial_budget_s: float, request_s: Callable[[Lengths], float | None]
+) -> Lengths:
+    """The longest trial of the ladder that is predicted to fit into `trial_budget_s`; never longer than the mix."""
+    ladder = [
+        Lengths(512, 128),
+        Lengths(512, 64),
+        Lengths(256, 48),
+        Lengths(192, 32),
+        Lengths(128, 16),
+        Lengths(64, 12),
+    ]
+    fitting = [
+        Lengths(min(item.prompt_tokens, mix.prompt_tokens), min(item.output_tokens, mix.output_tokens))
+        for item in ladder
+    ]
+    for lengths in fitting:
+        seconds = request_s(lengths)
+        if seconds is not None and seconds * concurrency <= trial_budget_s:
+            return lengths
+    return fitting[-1] if request_s(fitting[-1]) is not None else fitting[2]

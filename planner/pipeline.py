@@ -1,0 +1,200 @@
+"""From a model file to a plan, one call a stage: inspect -> probe -> search -> measure -> select -> save.
+
+Start reading here. Each stage takes and gives frozen values; what a stage decides is told in its own file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from configs.errors import PlanError
+from planner.context import Context
+from planner.cost import predict, work_of
+from planner.inspect import read_card
+from planner.measure import Lengths, Measurement, MeasureTask, choose_lengths, measure
+from planner.memory import host_limit_bytes
+from planner.pool import EnginePool
+from planner.prompts import Material, PromptText, load_texts, texts_sha256
+from planner.search import Candidate, SearchResult, check_limits, search
+from planner.select import Selection, select
+from planner.workload import PlanRequest, make_workload
+from plans.card import ModelCard
+from plans.key import NATIVE, make_key
+from plans.machine import MachineReport
+from plans.plan import FORMAT_VERSION, Evidence, ModelIdentity, Plan, PlanKey, RequestMix, Workload
+
+ROUNDS_PLANNED = 4  # cold, and three that make an interval
+MOST_FINALISTS = 8
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """`plan` is None for a dry run; `is_saved`: it existed already. `found` is None where nothing was searched."""
+
+    card: ModelCard
+    plan: Plan | None
+    is_saved: bool
+    found: SearchResult | None
+
+
+def make_plan(request: PlanRequest, context: Context) -> Outcome:
+    """Raises UserError for requests that can not be met, MeasureError when no candidate works."""
+    context.reporter.stage(f"inspect {request.model_path}")
+    card = read_card(request.model_path)
+    engines = check_engines(card, request)
+    texts = load_texts(request.prompts)
+    workload = make_workload(card, request, texts_sha256(texts))
+    key = identify(card, workload, engines, request, context)
+    saved = context.store.find_by_key(key.digest)
+    if saved is not None and not request.replan and not request.dry_run:
+        return Outcome(card, saved, True, None)
+
+    context.reporter.stage("probe this machine")
+    report = context.probe(context.read_host(), request.reprobe, context.reporter)
+
+    context.reporter.stage("search placements")
+    found = find(card, report, workload, engines, request)
+    context.reporter.note(f"{found.considered} considered, {len(found.finalists)} to be measured")
+    if request.dry_run:
+        return Outcome(card, None, False, found)
+
+    context.reporter.stage(f"measure on {workload.prompts} prompts, at most about {request.budget_s:.0f} s")
+    measurement = asyncio.run(race(card, report, workload, found, texts, request, context))
+
+    context.reporter.stage("select")
+    selection = select(found.finalists, measurement, workload.mix, engines)
+    context.reporter.note(f"{selection.winner.label}: {selection.because}")
+
+    plan = build_plan(card, report, key, found, measurement, selection, request, context)
+    return Outcome(card, context.store.save(plan), False, found)
+
+
+def check_engines(card: ModelCard, request: PlanRequest) -> tuple[str, ...]:
+    """The engines to consider, in order of preference. Raises PlanError when native is asked for and can not."""
+    engines = request.limits.engines or (NATIVE,)
+    if NATIVE not in engines or card.supported:
+        return engines
+    others = tuple(name for name in engines if name != NATIVE)
+    if others:
+        return others
+    raise PlanError(
+        f"{card.name} can not run on the native engine: {card.native_reason}; try --engines llama-server"
+    )
+
+
+def identify(
+    card: ModelCard, workload: Workload, engines: tuple[str, ...], request: PlanRequest, context: Context
+) -> PlanKey:
+    """What the plan will hold for. Hashing a large file for the first time takes a while."""
+    builds = context.builds(engines, context.settings)
+    files = context.identify(card.paths, context.reporter)
+    return make_key(files, context.read_host().fingerprint, builds, workload, request.limits)
+
+
+def find(
+    card: ModelCard, report: MachineReport, workload: Workload, engines: tuple[str, ...], request: PlanRequest
+) -> SearchResult:
+    """The finalists: as many as the budget can repeat often enough to tell them apart."""
+    check_limits(report, request.limits)
+    widest = search(card, report, workload, request.limits, engines, MOST_FINALISTS)
+    most = affordable(widest.finalists[0], card, report, workload, request.budget_s)
+    return search(card, report, workload, request.limits, engines, most)
+
+
+def affordable(
+    best: Candidate, card: ModelCard, report: MachineReport, workload: Workload, budget_s: float
+) -> int:
+    """How many finalists fit into the budget at the shortest sensible trials; without a prediction, four."""
+    prediction = predict(card, work_of(card), best.placement, report, RequestMix(128, 16))
+    if prediction is None:
+        return 4
+    one_s = prediction.request_s * workload.concurrency + 0.05
+    start_s = 0.7 + card.file_bytes / 1e9
+    return max(2, min(MOST_FINALISTS, int(0.8 * budget_s / (ROUNDS_PLANNED * one_s + start_s))))
+
+
+def trial_lengths(
+    card: ModelCard, report: MachineReport, workload: Workload, found: SearchResult, budget_s: float
+) -> Lengths:
+    best, work = found.finalists[0], work_of(card)
+
+    def request_s(lengths: Lengths) -> float | None:
+        mix = RequestMix(lengths.prompt_tokens, lengths.output_tokens)
+        prediction = predict(card, work, best.placement, report, mix)
+        return None if prediction is None else prediction.request_s
+
+    starts_s = len(found.finalists) * (0.7 + card.file_bytes / 1e9)
+    n_trials = len(found.finalists) * ROUNDS_PLANNED + 6
+    return choose_lengths(
+        workload.mix, workload.concurrency, max(0.05, (budget_s - starts_s) / n_trials), request_s
+    )
+
+
+async def race(
+    card: ModelCard,
+    report: MachineReport,
+    workload: Workload,
+    found: SearchResult,
+    texts: list[PromptText],
+    request: PlanRequest,
+    context: Context,
+) -> Measurement:
+    """Runs the finalists' engines; whatever happens they are stopped."""
+    model_path = Path(card.paths[0])
+    task = MeasureTask(
+        candidates=found.finalists,
+        mix=workload.mix,
+        lengths=trial_lengths(card, report, workload, found, request.budget_s),
+        concurrency=workload.concurrency,
+        budget_s=request.budget_s,
+        seed=request.seed,
+    )
+    material = Material(texts, context.encoder(model_path))
+    pool = EnginePool(context.factory(model_path, context.settings), host_limit_bytes(report, request.limits))
+    try:
+        return await measure(task, material, pool, context.reporter, context.clock)
+    finally:
+        await pool.close()
+
+
+def build_plan(
+    card: ModelCard,
+    report: MachineReport,
+    key: PlanKey,
+    found: SearchResult,
+    measurement: Measurement,
+    selection: Selection,
+    request: PlanRequest,
+    context: Context,
+) -> Plan:
+    return Plan(
+        format_version=FORMAT_VERSION,
+        placewright_version=context.version,
+        created_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+        model=ModelIdentity(
+            name=card.name,
+            architecture=card.architecture,
+            paths=card.paths,
+            bytes=card.file_bytes,
+            context_length_tokens=card.context_length_tokens,
+        ),
+        placement=selection.winner.placement,
+        workload=key.workload,
+        key=key,
+        host=report.host,
+        ram_read=report.ram_read,
+        memory=selection.winner.memory,
+        evidence=Evidence(
+            budget_s=request.budget_s,
+            spent_s=measurement.spent_s,
+            decided=measurement.decided,
+            chosen_because=selection.because,
+            seed=request.seed,
+            candidates=selection.results,
+            trials=measurement.trials,
+        ),
+        rejected=(*found.rejected, *measurement.rejected, *selection.rejected),
+    )

@@ -1,0 +1,207 @@
+"""The prompts that are measured: built-in corpora, a user's file or a `hf:` data set, as token ids.
+
+Every engine gets the same ids. A text that repeats a few tokens is refused: its routing and its caches look
+nothing like a real request, and a plan chosen on it would be wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from configs.errors import MeasureError, UserError
+
+Split = Literal["train", "heldout"]
+Encode = Callable[[str], list[int]]
+
+_FEWEST_DISTINCT_SHARE = 0.08  # of 256 tokens; prose and code have 0.4 to 0.7
+_MOST_COMMON_PAIR_SHARE = 0.25
+_WINDOW_TOKENS = 256
+_HF_MOST_ROWS = 64
+_HF_COLUMNS = ("text", "prompt", "content", "instruction", "question", "messages", "conversations")
+
+
+class PromptText(msgspec.Struct, frozen=True):
+    name: str
+    split: Split
+    text: str
+
+
+class Passage(msgspec.Struct, frozen=True):
+    """A prompt as ids, and the ids that follow it in the text (the forced output)."""
+
+    name: str
+    split: Split
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+
+
+def chat_text(messages: list[Mapping[str, Any]]) -> str:
+    """A conversation as plain text, one block a message; tool calls as JSON. Same text for every model."""
+    blocks = []
+    for message in messages:
+        role = message.get("role") or message.get("from") or "user"
+        content = message.get("content", message.get("value")) or ""
+        calls = message.get("tool_calls")
+        body = content if isinstance(content, str) else json.dumps(content)
+        blocks.append(f"{role}: {body}" + (f"\n{json.dumps(calls, indent=1)}" if calls else ""))
+    return "\n\n".join(blocks)
+
+
+def built_in() -> list[PromptText]:
+    """The corpora of this package, checked against the hashes of their manifest."""
+    folder = resources.files("planner.corpora")
+    manifest = tomllib.loads((folder / "manifest.toml").read_text(encoding="utf-8"))
+    texts = []
+    for entry in manifest["text"]:
+        data = (folder / entry["file"]).read_bytes()
+        if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+            raise MeasureError(
+                f"built-in corpus {entry['file']} was changed; reinstall Placewright or use --prompts"
+            )
+        body = data.decode()
+        text = chat_text(json.loads(body)["messages"]) if entry["file"].endswith(".json") else body
+        texts.append(PromptText(entry["name"], entry["split"], text))
+    return texts
+
+
+def _split_alternately(named: Iterator[tuple[str, str]]) -> list[PromptText]:
+    """Every second text is held out; a single text is cut in half."""
+    rows = [(name, text) for name, text in named if text.strip()]
+    if len(rows) == 1:
+        name, text = rows[0]
+        middle = len(text) // 2
+        rows = [(f"{name}, first half", text[:middle]), (f"{name}, second half", text[middle:])]
+    return [PromptText(name, "heldout" if i % 2 else "train", text) for i, (name, text) in enumerate(rows)]
+
+
+def _row_text(row: Mapping[str, Any]) -> str:
+    for column in _HF_COLUMNS:
+        value = row.get(column)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            return chat_text(value)
+    raise UserError(
+        f"prompts have none of the columns {', '.join(_HF_COLUMNS)} with text in it; they have {', '.join(row)}"
+    )
+
+
+def from_file(path: Path) -> list[PromptText]:
+    """A text file is one prompt text; `.jsonl` has one JSON string or object a line. Raises UserError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts {path}: {error}; give a UTF-8 text file or a .jsonl file") from error
+    if path.suffix != ".jsonl":
+        return _split_alternately(iter([(path.name, text)]))
+    return _split_alternately(_jsonl_rows(path, text))
+
+
+def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"--prompts {path}, line {number}: not JSON ({error})") from error
+        yield f"{path.name}:{number}", row if isinstance(row, str) else _row_text(row)
+
+
+def from_data_set(name: str) -> list[PromptText]:
+    """`hf:NAME`: rows of a data set (or a local folder of one) through the `datasets` package."""
+    try:
+        import datasets  # only this option needs it: extra "corpora"
+    except ImportError as error:
+        raise UserError(
+            f"--prompts hf:{name} needs the datasets package: pip install 'placewright[corpora]'"
+        ) from error
+    try:
+        loaded = datasets.load_from_disk(name) if _is_saved(name) else datasets.load_dataset(name)
+    except Exception as error:  # whatever the library raises, the reason is that this name can not be loaded
+        raise UserError(f"--prompts hf:{name} can not be loaded: {error}") from error
+    rows = loaded if hasattr(loaded, "column_names") and isinstance(loaded.column_names, list) else None
+    table = rows if rows is not None else loaded[sorted(loaded)[-1] if "train" not in loaded else "train"]
+    picked = (table[index] for index in range(min(len(table), _HF_MOST_ROWS)))
+    return _split_alternately((f"{name}:{index}", _row_text(row)) for index, row in enumerate(picked))
+
+
+def _is_saved(name: str) -> bool:
+    folder = Path(name)
+    return (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def load_texts(source: str | None) -> list[PromptText]:
+    """Texts of `--prompts`; the built-in ones for None. Raises UserError when a split stays empty."""
+    if source is None:
+        return built_in()
+    texts = from_data_set(source[3:]) if source.startswith("hf:") else from_file(Path(source))
+    if len({text.split for text in texts}) < 2:
+        raise UserError(
+            f"--prompts {source} holds no text to measure with; give at least one non-empty prompt"
+        )
+    return texts
+
+
+def texts_sha256(texts: list[PromptText]) -> str:
+    return hashlib.sha256(msgspec.json.encode(texts)).hexdigest()
+
+
+def degenerate_reason(ids: list[int]) -> str | None:
+    """Why these ids are no realistic prompt, or None. Looks at windows, so length alone does not matter."""
+    for first in range(0, max(1, len(ids) - _WINDOW_TOKENS + 1), _WINDOW_TOKENS):
+        window = ids[first : first + _WINDOW_TOKENS]
+        if len(window) < 16:
+            return f"only {len(window)} tokens"
+        distinct = len(set(window)) / len(window)
+        pairs = Counter(zip(window, window[1:], strict=False))
+        common = pairs.most_common(1)[0][1] / max(1, len(window) - 1)
+        if distinct < _FEWEST_DISTINCT_SHARE or common > _MOST_COMMON_PAIR_SHARE:
+            return (
+                f"tokens {first} to {first + len(window)} repeat themselves ({len(set(window))} distinct ids)"
+            )
+    return None
+
+
+class Material:
+    """Encoded texts of both splits. `passage` cuts the same windows for the same arguments."""
+
+    def __init__(self, texts: list[PromptText], encode: Encode) -> None:
+        self._ids: dict[Split, list[tuple[str, list[int]]]] = {"train": [], "heldout": []}
+        for text in texts:
+            ids = encode(text.text)
+            if reason := degenerate_reason(ids):
+                raise UserError(
+                    f"prompt text {text.name!r} is not fit for measuring: {reason}; use real prompts"
+                )
+            self._ids[text.split].append((text.name, ids))
+
+    def passage(self, split: Split, index: int, prompt_tokens: int, output_tokens: int) -> Passage:
+        """Passage `index`: texts take turns, and each turn starts elsewhere in its text, so no prefix
+        repeats.
+
+        A text shorter than the passage is continued with the next ones of its split, then from its own start.
+        """
+        texts = self._ids[split]
+        name, ids = texts[index % len(texts)]
+        joined = list(ids)
+        following = index
+        while len(joined) < prompt_tokens + output_tokens + 1:
+            following += 1
+            joined += texts[following % len(texts)][1]
+        turn = index // len(texts)
+        room = len(joined) - prompt_tokens - output_tokens
+        first = turn * 97 % room  # 97: no common divisor with line or block lengths
+        middle = first + prompt_tokens
+        return Passage(
+            name, split, tuple(joined[first:middle]), tuple(joined[middle : middle + output_tokens])
+        )

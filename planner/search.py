@@ -1,0 +1,305 @@
+"""Which placements are worth measuring. Pure and deterministic: same card, report, workload, same answer.
+
+Every candidate ends as a finalist or as a rejection with its reason. Pins narrow the ladders below, they
+never switch the search off; a pin that nothing can satisfy is a refusal that names it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+
+import msgspec
+
+from configs.errors import PlanError
+from planner.cost import Prediction, predict, work_of
+from planner.memory import host_limit_bytes, kv_bytes, predict_memory, shortage
+from plans.card import ModelCard
+from plans.machine import MachineReport
+from plans.placement import CPU_ONLY, KvType, LoadMode, Placement
+from plans.plan import Limits, MemoryNeed, Rejected, Workload
+
+UBATCH_LADDER = (64, 128, 256, 512, 1024)
+LOAD_MODES: tuple[LoadMode, ...] = ("packed", "mmap")
+# Predictions of one kernel family rank well but are off by up to this factor in absolute terms, so a
+# candidate that is predicted slower than this against the best of its engine is not measured.
+PRUNE_RATIO = 1.5
+# Below this the prediction can not tell two candidates apart; the one that takes less stands for both.
+NOISE_RATIO = 1.02
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A placement with a name that a person can read, e.g. `native d2 p2 u512 packed f16`."""
+
+    label: str
+    placement: Placement
+    memory: MemoryNeed
+    prediction: Prediction | None
+
+    @property
+    def thrift(self) -> tuple[int, int, int]:
+        """Less is better where speed does not decide: threads, then bytes."""
+        placement = self.placement
+        return (placement.decode_threads, placement.prefill_threads, self.memory.total_bytes)
+
+
+class SearchResult(msgspec.Struct, frozen=True):
+    finalists: tuple[Candidate, ...]  # most promising first
+    rejected: tuple[Rejected, ...]
+    considered: int
+
+
+def thread_ladder(cores: int) -> tuple[int, ...]:
+    """1, 2, 3, 4, then steps of about a third, always ending at `cores`."""
+    ladder = [1]
+    while ladder[-1] < cores:
+        ladder.append(min(cores, ladder[-1] + max(1, ladder[-1] // 3)))
+    return tuple(ladder)
+
+
+def check_limits(report: MachineReport, limits: Limits) -> None:
+    """Raises PlanError for pins and caps that nothing here can satisfy."""
+    cores = report.host.cpus[0].cores_available
+    if limits.threads is not None and not 1 <= limits.threads <= cores:
+        raise PlanError(
+            f"--threads {limits.threads} can not be met: this process may use {cores} cores; use 1 to {cores}"
+        )
+    if limits.ubatch_tokens is not None and not 1 <= limits.ubatch_tokens <= 8192:
+        raise PlanError(f"--ubatch {limits.ubatch_tokens} is out of range; use 1 to 8192 (usual: 64 to 1024)")
+    if limits.gpu_memory_mib is not None and not report.host.gpus:
+        raise PlanError(
+            f"--gpu-memory-mib {limits.gpu_memory_mib} caps a GPU, but there is none: "
+            f"{report.host.gpus_absent_reason}; leave the flag out"
+        )
+
+
+def label_of(placement: Placement) -> str:
+    pages = " huge" if placement.huge_pages else ""
+    return (
+        f"{placement.engine} d{placement.decode_threads} p{placement.prefill_threads} "
+        f"u{placement.ubatch_tokens} {placement.load_mode}{pages} {placement.kv_type}"
+    )
+
+
+def _ubatches(workload: Workload, limits: Limits) -> tuple[int, ...]:
+    if limits.ubatch_tokens is not None:
+        return (min(limits.ubatch_tokens, workload.context_length_tokens),)
+    longest = max(UBATCH_LADDER[0], workload.context_length_tokens)
+    return tuple(size for size in UBATCH_LADDER if size <= longest)
+
+
+def enumerate_placements(
+    card: ModelCard, report: MachineReport, workload: Workload, limits: Limits, engines: tuple[str, ...]
+) -> Iterator[Placement]:
+    """Every combination of the ladders, narrowed by the pins, in a fixed order."""
+    cores = report.host.cpus[0].cores_available
+    threads = (limits.threads,) if limits.threads else thread_ladder(cores)
+    modes = (limits.load_mode,) if limits.load_mode else LOAD_MODES
+    ladders = (engines, workload.kv_types, modes, threads, threads, _ubatches(workload, limits))
+    for engine, kv_type, mode, decode, prefill, ubatch in product(*ladders):
+        yield _placement(card, report, workload, engine, kv_type, mode, decode, prefill, ubatch)
+
+
+def _placement(
+    card: ModelCard,
+    report: MachineReport,
+    workload: Workload,
+    engine: str,
+    kv_type: KvType,
+    mode: LoadMode,
+    decode: int,
+    prefill: int,
+    ubatch: int,
+) -> Placement:
+    context = workload.context_length_tokens
+    return Placement(
+        engine=engine,
+        assignments=CPU_ONLY,
+        context_length_tokens=context,
+        max_sequences=workload.concurrency,
+        kv_type=kv_type,
+        load_mode=mode,
+        huge_pages=report.huge_pages and mode == "packed",
+        decode_threads=decode,
+        prefill_threads=prefill,
+        ubatch_tokens=ubatch,
+        kv_budget_bytes=kv_bytes(card, kv_type, context, workload.concurrency),
+    )
+
+
+def _structural_reason(placement: Placement, workload: Workload, cores: int, limits: Limits) -> str | None:
+    """Why a combination is not worth a prediction."""
+    if placement.prefill_threads < placement.decode_threads:
+        return "prefill is bound by arithmetic: it never gains from fewer threads than decode"
+    ubatches = _ubatches(workload, limits)
+    fills = min((size for size in ubatches if size >= workload.mix.prompt_tokens), default=ubatches[-1])
+    if placement.ubatch_tokens > fills:
+        return f"no prompt of the mix ({workload.mix.prompt_tokens} tokens) fills a step larger than {fills}"
+    if placement.engine != "native":
+        if placement.load_mode != (limits.load_mode or "mmap"):
+            return "other engines arrange their weights themselves; their default load mode is measured"
+        if placement.ubatch_tokens not in (min(512, fills), fills):
+            return "kernels of other engines are not probed; their default step of 512 is measured"
+        if placement.prefill_threads != (limits.threads or cores):
+            return "kernels of other engines are not probed; their prefill gets every core"
+        if placement.decode_threads not in (limits.threads or cores, max(1, cores // 2)):
+            return "kernels of other engines are not probed; all cores and half of them are measured"
+    return None
+
+
+class _Ledger:
+    """Collects rejections, one row per stage and reason, with a count and one candidate as example."""
+
+    def __init__(self) -> None:
+        self._count: Counter[tuple[str, str]] = Counter()
+        self._example: dict[tuple[str, str], str] = {}
+        self.rows: list[Rejected] = []
+
+    def family(self, stage: str, reason: str, label: str) -> None:
+        self._count[stage, reason] += 1
+        self._example.setdefault((stage, reason), label)
+
+    def one(self, label: str, stage: str, reason: str) -> None:
+        self.rows.append(msgspec.convert({"candidate": label, "stage": stage, "reason": reason}, Rejected))
+
+    def all(self) -> tuple[Rejected, ...]:
+        families = [
+            msgspec.convert(
+                {"candidate": self._example[entry], "stage": entry[0], "reason": entry[1], "count": count},
+                Rejected,
+            )
+            for entry, count in self._count.items()
+        ]
+        return (*families, *self.rows)
+
+
+def _request_s(candidate: Candidate) -> float:
+    return candidate.prediction.request_s if candidate.prediction else float("inf")
+
+
+def _rank(candidate: Candidate) -> tuple[float, int, tuple[int, int, int]]:
+    """Predicted ones by prediction; without one, more threads are the better guess. Ties by thrift."""
+    threads = 0 if candidate.prediction else -candidate.placement.decode_threads
+    return (_request_s(candidate), threads, candidate.thrift)
+
+
+def _prune_by_cost(candidates: list[Candidate], ledger: _Ledger) -> list[Candidate]:
+    best = min((_request_s(item) for item in candidates), default=float("inf"))
+    kept = []
+    for item in candidates:
+        if item.prediction and _request_s(item) > PRUNE_RATIO * best:
+            ratio = _request_s(item) / best
+            ledger.one(
+                item.label,
+                "cost",
+                f"predicted {ratio:.2f} times the best prediction of {best:.3g} s a request",
+            )
+        else:
+            kept.append(item)
+    return kept
+
+
+def _same_but_thrift(left: Placement, right: Placement) -> bool:
+    return (left.engine, left.kv_type, left.load_mode) == (right.engine, right.kv_type, right.load_mode)
+
+
+def _prune_equals(candidates: list[Candidate], ledger: _Ledger) -> list[Candidate]:
+    """Where the prediction can not tell two apart, the one with fewer threads and bytes stands for both."""
+    kept: list[Candidate] = []
+    for item in sorted(candidates, key=lambda item: (item.thrift, _request_s(item))):
+        twin = next(
+            (
+                other
+                for other in kept
+                if item.prediction
+                and _same_but_thrift(item.placement, other.placement)
+                and _request_s(other) <= _request_s(item) * NOISE_RATIO
+            ),
+            None,
+        )
+        if twin is None:
+            kept.append(item)
+        else:
+            ledger.one(item.label, "cost", f"predicted no faster than {twin.label}, which takes less")
+    return kept
+
+
+def pick_finalists(candidates: list[Candidate], most: int) -> tuple[list[Candidate], list[Candidate]]:
+    """At most `most` (but one an engine), the best of each family before the rest; and those left out."""
+    ranked = sorted(candidates, key=_rank)
+    seen: set[tuple[str, ...]] = set()
+    first: list[Candidate] = []
+    for depth in (1, 3):  # one of each engine before one of each load mode and KV type
+        for item in ranked:
+            placement = item.placement
+            family = (placement.engine, placement.load_mode, placement.kv_type)[:depth]
+            if family not in seen and item not in first:
+                first.append(item)
+            seen.add(family)
+    n_engines = len({item.placement.engine for item in candidates})
+    order = first + [item for item in ranked if item not in first]
+    chosen = order[: max(most, n_engines)]
+    return sorted(chosen, key=_rank), order[len(chosen) :]
+
+
+def search(
+    card: ModelCard,
+    report: MachineReport,
+    workload: Workload,
+    limits: Limits,
+    engines: tuple[str, ...],
+    most_finalists: int = 6,
+) -> SearchResult:
+    """Raises PlanError when no candidate fits into memory, with the number of bytes that is short."""
+    check_limits(report, limits)
+    ledger = _Ledger()
+    candidates, considered, shortest = _fitting(card, report, workload, limits, engines, ledger)
+    if not candidates:
+        raise PlanError(_memory_refusal(card, workload, limits, shortest))
+    remaining = _prune_equals(_prune_by_cost(candidates, ledger), ledger)
+    finalists, others = pick_finalists(remaining, most_finalists)
+    for item in others:
+        ledger.one(item.label, "cost", f"ranked behind the {len(finalists)} finalists that the budget allows")
+    return SearchResult(tuple(finalists), ledger.all(), considered)
+
+
+def _fitting(
+    card: ModelCard,
+    report: MachineReport,
+    workload: Workload,
+    limits: Limits,
+    engines: tuple[str, ...],
+    ledger: _Ledger,
+) -> tuple[list[Candidate], int, str]:
+    """Candidates that fit; how many were looked at; the shortage of the one that came closest."""
+    limit, cores, work = host_limit_bytes(report, limits), report.host.cpus[0].cores_available, work_of(card)
+    candidates: list[Candidate] = []
+    considered, closest, words = 0, float("inf"), ""
+    for placement in enumerate_placements(card, report, workload, limits, engines):
+        considered += 1
+        need = predict_memory(card, placement)
+        if reason := _structural_reason(placement, workload, cores, limits):
+            ledger.family("cost", reason, label_of(placement))
+        elif short := shortage(need, placement.load_mode, limit, limits.allow_storage_streaming):
+            ledger.one(label_of(placement), "memory", short)
+            if need.total_bytes < closest:
+                closest, words = need.total_bytes, short
+        else:
+            prediction = predict(card, work, placement, report, workload.mix)
+            candidates.append(Candidate(label_of(placement), placement, need, prediction))
+    return candidates, considered, words
+
+
+def _memory_refusal(card: ModelCard, workload: Workload, limits: Limits, shortest: str) -> str:
+    remedies = [f"a smaller --ctx (now {workload.context_length_tokens})"]
+    if workload.concurrency > 1:
+        remedies.append(f"a smaller --concurrency (now {workload.concurrency})")
+    if "q8_0" not in workload.kv_types:
+        remedies.append("--kv q8_0")
+    if limits.host_memory_mib is not None:
+        remedies.append(f"a larger --host-memory-mib (now {limits.host_memory_mib})")
+    if not limits.allow_storage_streaming:
+        remedies.append("--allow-storage-streaming (slow)")
+    remedies.append("a smaller quant of the model")
+    return f"{card.name} does not fit: the smallest placement {shortest}; try {', '.join(remedies)}"

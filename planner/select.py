@@ -1,0 +1,120 @@
+"""The last step: of the two that were measured on held-out prompts, the one that a plan is made of.
+
+Faster beyond doubt wins. Where the interval leaves doubt or the difference is too small to notice, the one
+with fewer threads and less memory wins, because it leaves more of the machine to its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from planner.measure import TIE_RATIO, Measurement
+from planner.search import Candidate
+from planner.statistics import Interval, median, paired_ratio
+from planner.trials import score_s
+from plans.plan import CandidateResult, Rejected, RequestMix, Trial
+
+
+class Selection(msgspec.Struct, frozen=True):
+    winner: Candidate
+    because: str
+    results: tuple[CandidateResult, ...]
+    rejected: tuple[Rejected, ...]  # the runner-up, with what it lost by
+
+
+def _warm(trials: Iterable[Trial], label: str) -> list[Trial]:
+    return [trial for trial in trials if trial.candidate == label and not trial.cold]
+
+
+def compare(trials: Iterable[Trial], left: str, right: str, mix: RequestMix) -> Interval | None:
+    """Time of `left` over time of `right`, paired by split and round."""
+    rows = list(trials)
+    scores = [
+        {
+            (trial.split, trial.round): score_s(trial.prefill_tokens_per_s, trial.decode_tokens_per_s, mix)
+            for trial in _warm(rows, label)
+        }
+        for label in (left, right)
+    ]
+    common = sorted(scores[0].keys() & scores[1].keys())
+    if not common:
+        return None
+    return paired_ratio([scores[0][key] for key in common], [scores[1][key] for key in common])
+
+
+def _is_tie(interval: Interval | None) -> bool:
+    """No pairs, too few of them, an interval that holds 1, or a difference nobody notices."""
+    if interval is None or interval.low is None:
+        return True
+    return interval.low <= 1.0 or interval.ratio <= TIE_RATIO
+
+
+def _prefer(fast: Candidate, slow: Candidate, engines: tuple[str, ...], interval: Interval | None) -> bool:
+    """Whether `slow` takes the tie: it takes less of the machine, or its engine is named first."""
+    if interval is not None and interval.low is None and interval.ratio > 1.1:
+        return False  # one pair proves nothing, but a tenth is no tie either
+    if fast.placement.engine != slow.placement.engine:
+        return engines.index(slow.placement.engine) < engines.index(fast.placement.engine)
+    return slow.thrift < fast.thrift
+
+
+def _words(interval: Interval | None) -> str:
+    if interval is None:
+        return "no common round"
+    ends = f" ({interval.low:.3f} to {interval.high:.3f})" if interval.low is not None else ""
+    return f"{interval.ratio:.3f}{ends} times its time over {interval.n} paired trials"
+
+
+def select(
+    candidates: tuple[Candidate, ...], measurement: Measurement, mix: RequestMix, engines: tuple[str, ...]
+) -> Selection:
+    """The winner among `measurement.order` and the evidence of every finalist."""
+    by_label = {candidate.label: candidate for candidate in candidates}
+    first, *others = [by_label[label] for label in measurement.order]
+    if not others:
+        return Selection(
+            first, "the only candidate left", results_of(candidates, measurement, first, mix), ()
+        )
+    interval = compare(measurement.trials, others[0].label, first.label, mix)
+    winner, loser, because = first, others[0], f"faster: {others[0].label} takes {_words(interval)}"
+    if _is_tie(interval) and _prefer(first, others[0], engines, interval):
+        winner, loser = others[0], first
+        because = f"as fast as {first.label} within the noise ({_words(interval)}), and it takes less of the machine"
+    elif _is_tie(interval):
+        because = (
+            f"as fast as {others[0].label} within the noise ({_words(interval)}), and it takes less or leads"
+        )
+    lost = compare(measurement.trials, loser.label, winner.label, mix)
+    rejected = (Rejected(loser.label, "confirm", f"second of the last two: {_words(lost)}"),)
+    return Selection(winner, because, results_of(candidates, measurement, winner, mix), rejected)
+
+
+def results_of(
+    candidates: tuple[Candidate, ...], measurement: Measurement, winner: Candidate, mix: RequestMix
+) -> tuple[CandidateResult, ...]:
+    """One row a finalist, the winner first; medians over the warm trials, None where there are none."""
+    ordered = sorted(candidates, key=lambda item: item.label != winner.label)
+    return tuple(_result(item, measurement, winner, mix) for item in ordered)
+
+
+def _result(item: Candidate, measurement: Measurement, winner: Candidate, mix: RequestMix) -> CandidateResult:
+    warm = _warm(measurement.trials, item.label)
+    prefill = median([trial.prefill_tokens_per_s for trial in warm])
+    decode = median([trial.decode_tokens_per_s for trial in warm])
+    same = item.label == winner.label
+    interval = None if same else compare(measurement.trials, item.label, winner.label, mix)
+    return CandidateResult(
+        candidate=item.label,
+        engine=item.placement.engine,
+        predicted_s=round(item.prediction.request_s, 6) if item.prediction else None,
+        warm_trials=len(warm),
+        score_s=round(score_s(prefill, decode, mix), 6) if prefill and decode else None,
+        prefill_tokens_per_s=prefill,
+        decode_tokens_per_s=decode,
+        ttft_s=median([trial.ttft_s for trial in warm]),
+        ratio_to_best=round(interval.ratio, 5) if interval else (1.0 if same and warm else None),
+        ratio_low=round(interval.low, 5) if interval and interval.low else None,
+        ratio_high=round(interval.high, 5) if interval and interval.high else None,
+    )

@@ -1,0 +1,118 @@
+"""What a machine is and how fast it was measured to be: the report of the probe.
+
+A rate that was not measured is None and says why; a device that is absent is an empty list with its reason.
+The fingerprint covers only what stays the same from boot to boot (see `plans/host.py`), so rates may be
+measured again without making a plan invalid.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+REPORT_VERSION = 1
+
+
+class Cpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`cores_available`: what this process may use, by affinity and by the quota of its control group."""
+
+    model_name: str
+    cores_online: int
+    cores_available: int
+    cpu_ids: tuple[int, ...]  # allowed by affinity
+    flags: tuple[str, ...]  # the instruction sets that matter to kernels, sorted
+    l1d_bytes: int | None
+    l2_bytes: int | None
+    l3_bytes: int | None
+    numa_nodes: int
+
+
+class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    driver_version: str
+
+
+class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The stable identity of a machine, read in milliseconds, nothing measured."""
+
+    cpus: tuple[Cpu, ...]
+    ram_total_bytes: int
+    gpus: tuple[Gpu, ...]
+    gpus_absent_reason: str | None
+    fingerprint: str
+
+
+class ReadRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sequential read of memory far larger than the last-level cache, by `threads` threads at once."""
+
+    threads: int
+    huge_pages: bool
+    bytes_per_s: float
+
+
+class PeakRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Int8 multiply-adds from registers alone: the ceiling of prefill."""
+
+    threads: int
+    macs_per_s: float
+
+
+class KernelRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One weight type's matrix kernels. `form` is where the weights lie: "packed" arena or "file" order.
+
+    `decode_bytes_per_s` counts stored bytes of the file, so types compare by the size that a model card
+    states.
+    """
+
+    type: str
+    form: Literal["packed", "file"]
+    threads: int
+    decode_bytes_per_s: float | None
+    prefill_macs_per_s: float | None
+    reason: str | None = None  # why a rate is missing
+
+
+class DiskRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mode: Literal["buffered", "direct"]
+    block_bytes: int
+    depth: int  # reads in flight
+    bytes_per_s: float | None
+    reason: str | None = None
+
+
+class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything the search may know about a machine. `missing`: what could not be measured, and why."""
+
+    report_version: int
+    host: Host
+    isa: str | None  # the level the kernels run at
+    library_sha256: str | None
+    ram_available_bytes: int
+    ram_read: tuple[ReadRate, ...]
+    int8_peak: tuple[PeakRate, ...]
+    kernels: tuple[KernelRate, ...]
+    disk_folder: str
+    disk: tuple[DiskRate, ...]
+    huge_pages: bool
+    missing: tuple[str, ...]
+    measured_at: str  # UTC, ISO 8601
+    probe_s: float
+
+    def ram_bytes_per_s(self, threads: int, huge_pages: bool | None = None) -> float | None:
+        """The best measured read rate with at most `threads` threads; None when nothing was measured."""
+        rates = [
+            rate.bytes_per_s
+            for rate in self.ram_read
+            if rate.threads <= threads and huge_pages in (None, rate.huge_pages)
+        ]
+        return max(rates, default=None)
+
+    def kernel(self, type_name: str, form: str, threads: int) -> KernelRate | None:
+        """The rates of a type at `threads` or, failing that, at the nearest smaller thread count measured."""
+        rows = [
+            rate
+            for rate in self.kernels
+            if rate.type == type_name and rate.form == form and rate.threads <= threads
+        ]
+        return max(rows, key=lambda rate: rate.threads, default=None)

@@ -1,0 +1,67 @@
+"""From a plan id to what the server runs on: the checked plan, its engine, its model's text side.
+
+The only page of `server` that knows plans and model files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from configs.settings import Settings
+from plans.key import open_verified_plan
+from plans.plan import Plan
+from server.model_info import ModelInfo
+from server.text import Text
+from worker.engines.base import Engine
+from worker.engines.registry import make_engine
+from worker.model.chat_template import load_chat_template
+from worker.model.detokenizer import StopMatcher, StreamDecoder
+from worker.model.gguf import open_model
+from worker.model.tokenizer import load_tokenizer
+
+SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+def open_plan(plan_id: str) -> Plan:
+    """The plan, which holds here and now. Raises PlanError with reasons and remedies where it does not."""
+    return open_verified_plan(plan_id)
+
+
+def engine_factory(plan: Plan, settings: Settings) -> Callable[[], Engine]:
+    """Makes engines that run `plan`, one after the other as they die."""
+    path = Path(plan.key.model_files[0].path)
+    return partial(make_engine, plan.placement.engine, path, plan.placement, settings)
+
+
+def load_text(plan: Plan) -> Text:
+    """Tokenizer and chat template of the plan's model. Raises ModelFileError where they are not usable."""
+    metadata = open_model(plan.key.model_files[0].path).metadata
+    tokenizer = load_tokenizer(metadata)
+    template = load_chat_template(metadata)
+    if template is not None:
+        template.warm()
+    return Text(tokenizer, template, partial(StreamDecoder, tokenizer), StopMatcher)
+
+
+def model_info(plan: Plan, text: Text) -> ModelInfo:
+    """What clients see; the model goes by the name of its file, which is how people know quants apart."""
+    return ModelInfo(
+        name=SPLIT_SUFFIX.sub("", Path(plan.key.model_files[0].path).stem),
+        plan_id=plan.id,
+        created_unix_s=_unix_s(plan.created_at),
+        context_length_tokens=plan.placement.context_length_tokens,
+        n_vocab=text.tokenizer.n_vocab,
+        architecture=plan.model.architecture,
+        file_bytes=plan.model.bytes,
+    )
+
+
+def _unix_s(moment: str) -> int:
+    with suppress(ValueError):
+        return int(datetime.fromisoformat(moment).timestamp())
+    return 0

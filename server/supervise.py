@@ -1,0 +1,206 @@
+"""Owns the engine: starts it, watches it, replaces it when it dies, ends requests that lost it.
+
+Requests never hold the engine itself, only an `EngineRun`. So a request ends when its engine does, even if
+the engine's own stream is stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Literal
+
+from configs.errors import EngineDiedError, EngineStartError, PlacewrightError, RequestFailedError
+from configs.settings import WorkerSettings
+from server.errors import unavailable
+from worker.engines.base import Engine, EngineInfo
+from worker.protocol import Done, Generate, TokenEvent
+
+logger = logging.getLogger("placewright.supervise")
+
+State = Literal["starting", "ready", "restarting", "failed", "stopping"]
+POLL_S = 0.1
+CANCEL_TIMEOUT_S = 2.0
+
+
+class EngineRun:
+    """One request in the engine. Its events wait here, so a slow reader holds up nobody else."""
+
+    def __init__(self, engine: Engine, request: Generate) -> None:
+        self._events: asyncio.Queue[TokenEvent | Done | Exception] = asyncio.Queue()
+        self._task = asyncio.create_task(self._pump(engine, request))
+
+    async def events(self, silence_s: float) -> AsyncIterator[TokenEvent | Done | None]:
+        """Token events, then one Done; None after each `silence_s` of nothing. Raises what ended the run."""
+        while True:
+            try:
+                event = self._events.get_nowait()
+            except asyncio.QueueEmpty:
+                try:
+                    async with asyncio.timeout(silence_s):
+                        event = await self._events.get()
+                except TimeoutError:
+                    yield None
+                    continue
+            if isinstance(event, Exception):
+                raise event
+            yield event
+            if isinstance(event, Done):
+                return
+
+    def fail(self, error: Exception) -> None:
+        """End the run from outside: its reader gets `error` after the events that came before."""
+        self._events.put_nowait(error)
+        self._task.cancel()
+
+    async def close(self) -> None:
+        """Cancel whatever still runs, and wait until the engine has let go of it."""
+        self._task.cancel()
+        _, stuck = await asyncio.wait({self._task}, timeout=CANCEL_TIMEOUT_S)
+        if stuck:
+            logger.warning("the engine did not end a cancelled request within %.1f s", CANCEL_TIMEOUT_S)
+
+    async def _pump(self, engine: Engine, request: Generate) -> None:
+        try:
+            async with aclosing(engine.generate(request)) as events:  # type: ignore[type-var]
+                async for event in events:
+                    self._events.put_nowait(event)
+                    if isinstance(event, Done):
+                        return
+            raise RequestFailedError("the engine ended the request without a final event")
+        except Exception as error:
+            if not isinstance(error, PlacewrightError):
+                logger.exception("request %s: unexpected error in the engine", request.request_id)
+            self._events.put_nowait(error)
+
+
+class Supervisor:
+    """`async with Supervisor(factory, settings)` starts watching; leaving it closes the engine."""
+
+    def __init__(self, new_engine: Callable[[], Engine], settings: WorkerSettings) -> None:
+        self._new_engine = new_engine
+        self._settings = settings
+        self._engine: Engine | None = None
+        self._state: State = "starting"
+        self._changed = asyncio.Condition()
+        self._runs: set[EngineRun] = set()
+        self._watcher: asyncio.Task[None] | None = None
+        self.info: EngineInfo | None = None
+        self.loading: tuple[str, int, int] | None = None  # phase, done bytes, total bytes
+        self.last_error: str | None = None
+        self.n_restarts = 0
+
+    async def __aenter__(self) -> Supervisor:
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._set_state("stopping")
+        self._fail_runs("the server is shutting down")
+        assert self._watcher is not None
+        self._watcher.cancel()
+        await asyncio.wait({self._watcher})
+
+    @property
+    def state(self) -> State:
+        """A dead engine counts as restarting from the moment it is known to be dead."""
+        if self._state == "ready" and not (self._engine and self._engine.alive()):
+            return "restarting"
+        return self._state
+
+    @property
+    def n_running(self) -> int:
+        return len(self._runs)
+
+    async def wait_for(self, *states: State) -> State:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._state in states)
+            return self._state
+
+    @asynccontextmanager
+    async def run(self, request: Generate) -> AsyncIterator[EngineRun]:
+        """Start `request`; leaving the context cancels it. Raises RequestError (503): no engine is ready."""
+        run = EngineRun(self._ready_engine(), request)
+        self._runs.add(run)
+        try:
+            yield run
+        finally:
+            await run.close()
+            self._runs.discard(run)
+
+    async def engine_stats(self, timeout_s: float = 1.0) -> dict[str, float | int | None] | None:
+        """The engine's own numbers; None where it is not ready or does not answer in time."""
+        if self.state != "ready" or self._engine is None:
+            return None
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._engine.stats()
+        except (TimeoutError, PlacewrightError):
+            return None
+
+    async def drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
+        """Refuse new requests; running ones may finish until `timeout_s` or `hurry`, then end in an error."""
+        await self._set_state("stopping")
+        deadline = time.monotonic() + timeout_s
+        while self._runs and time.monotonic() < deadline and not hurry.is_set():
+            await asyncio.sleep(POLL_S)
+        self._fail_runs("the server is shutting down")
+
+    def _ready_engine(self) -> Engine:
+        if self.state != "ready" or self._engine is None:
+            raise unavailable(f"the engine is not ready: {self.state}; try again shortly")
+        return self._engine
+
+    def _fail_runs(self, reason: str) -> None:
+        for run in self._runs:
+            run.fail(EngineDiedError(reason))
+
+    async def _set_state(self, state: State) -> None:
+        async with self._changed:
+            if self._state != "stopping":
+                self._state = state
+            self._changed.notify_all()
+
+    async def _watch(self) -> None:
+        """Start, wait for death, back off, again; ends only in "failed" or by cancellation."""
+        failures = 0
+        while True:
+            lived_s = await self._one_life()
+            failures = 1 if lived_s > self._settings.healthy_s else failures + 1
+            if self.info is None or failures > self._settings.restarts_in_a_row:
+                await self._set_state("failed")
+                return
+            await self._set_state("restarting")
+            delay_s = self._settings.restart_backoff_s * 2 ** (failures - 1)
+            await asyncio.sleep(min(delay_s, self._settings.restart_backoff_max_s))
+            self.n_restarts += 1
+
+    async def _one_life(self) -> float:
+        """From start to death of one engine; returns for how long it was ready."""
+        self._engine = self._new_engine()
+        try:
+            try:
+                self.info = await self._engine.start(self._note_progress)
+            except Exception as error:
+                self._note_failure(error)
+                return 0.0
+            ready_at = time.monotonic()
+            await self._set_state("ready")
+            while self._engine.alive():
+                await asyncio.sleep(POLL_S)
+            self._note_failure(EngineDiedError("the engine died"))
+            return time.monotonic() - ready_at
+        finally:
+            self._fail_runs("the engine died")
+            await self._engine.close()
+
+    def _note_progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
+        self.loading = (phase, done_bytes, total_bytes)
+
+    def _note_failure(self, error: Exception) -> None:
+        self.last_error = str(error) or type(error).__name__
+        expected = isinstance(error, (EngineStartError, EngineDiedError))
+        logger.error("engine: %s", self.last_error, exc_info=None if expected else error)

@@ -1,0 +1,146 @@
+"""ctypes mirrors of the structs and enums in pw_cpu.h, field by field in the same order.
+
+`library.py` compares every size with the compiled library before anything is called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_float, c_int32, c_int64, c_uint64, c_void_p
+from enum import IntEnum
+
+ABI_VERSION = 1
+PAGE_TOKENS = 32
+MAX_TOP = 20
+
+
+class Code(IntEnum):
+    """What the library's functions return."""
+
+    OK = 0
+    ARGUMENT = -1
+    MEMORY = -2
+    CANCELLED = -3
+    UNSUPPORTED = -4
+
+
+class KvType(IntEnum):
+    """How keys and values are stored; ggml's type ids."""
+
+    F16 = 1
+    Q8_0 = 8
+
+
+class OpKind(IntEnum):
+    """`pw_op_kind`; what each one reads and writes is said in pw_cpu.h."""
+
+    EMBED = 1
+    RMS_NORM = 2
+    LINEAR = 3
+    ROPE_STORE = 4
+    ATTENTION = 5
+    GLU = 6
+    ROUTER = 7
+    MOE = 8
+    SELECT = 9
+    SAMPLE = 10
+
+
+class WeightStruct(ctypes.Structure):
+    """`pw_weight`: a matrix [rows, cols] or a stack of `experts` of them; addresses may be None."""
+
+    _fields_ = [
+        ("type", c_int32),
+        ("rows", c_int32),
+        ("cols", c_int32),
+        ("experts", c_int32),
+        ("packed", c_void_p),
+        ("file", c_void_p),
+        ("packed_expert_bytes", c_int64),
+        ("file_expert_bytes", c_int64),
+    ]
+
+
+class OpStruct(ctypes.Structure):
+    """`pw_op`. The C field `in` is a keyword here and is called `inputs`, the others likewise in full."""
+
+    _fields_ = [
+        ("kind", c_int32),
+        ("layer", c_int32),
+        ("inputs", c_int32 * 4),
+        ("outputs", c_int32 * 4),
+        ("weights", c_int32 * 4),
+        ("biases", c_int32 * 4),
+        ("ints", c_int32 * 8),
+        ("floats", c_float * 4),
+    ]
+
+
+class BufferStruct(ctypes.Structure):
+    """`pw_buffer`: f32 rows of `width`, one per token or (is_output) one per output of the batch."""
+
+    _fields_ = [("width", c_int32), ("is_output", c_int32)]
+
+
+class SamplerStruct(ctypes.Structure):
+    """`pw_sampler`: how one output row becomes a token."""
+
+    _fields_ = [
+        ("temperature", c_float),
+        ("top_k", c_int32),
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("repeat_penalty", c_float),
+        ("presence_penalty", c_float),
+        ("frequency_penalty", c_float),
+        ("n_history", c_int32),
+        ("history", c_void_p),
+        ("n_bias", c_int32),
+        ("n_top", c_int32),
+        ("bias_ids", c_void_p),
+        ("bias_values", c_void_p),
+        ("seed", c_uint64),
+        ("draw", c_uint64),
+    ]
+
+
+class SampledStruct(ctypes.Structure):
+    """`pw_sampled`: the chosen token; logprob is NaN where none was asked for."""
+
+    _fields_ = [
+        ("token", c_int32),
+        ("logprob", c_float),
+        ("n_top", c_int32),
+        ("top_ids", c_int32 * MAX_TOP),
+        ("top_logprobs", c_float * MAX_TOP),
+    ]
+
+
+class BatchStruct(ctypes.Structure):
+    """`pw_batch`: what one forward pass works on."""
+
+    _fields_ = [
+        ("n_tokens", c_int32),
+        ("n_sequences", c_int32),
+        ("n_outputs", c_int32),
+        ("page_table_stride", c_int32),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("sequence_first", c_void_p),
+        ("page_tables", c_void_p),
+        ("output_rows", c_void_p),
+        ("samplers", POINTER(SamplerStruct)),
+        ("sampled", POINTER(SampledStruct)),
+        ("logits", c_void_p),
+        ("cancel", c_void_p),
+    ]
+
+
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "pw_weight": WeightStruct,
+    "pw_op": OpStruct,
+    "pw_buffer": BufferStruct,
+    "pw_sampler": SamplerStruct,
+    "pw_sampled": SampledStruct,
+    "pw_batch": BatchStruct,
+}

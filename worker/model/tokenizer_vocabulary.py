@@ -1,0 +1,209 @@
+"""The vocabulary of a GGUF file: tokens, their types and scores, and which ids are special.
+
+Knows the keys under `tokenizer.ggml.` and the corrections that files in the wild need; knows nothing of how
+text is split into tokens.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.errors import ModelFileError
+
+
+class TokenType(enum.IntEnum):
+    """Values of `tokenizer.ggml.token_type`."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# Texts that end a turn in some chat format. Files often name only one of them as end of sequence.
+END_TEXTS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "</s>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<eos>",
+        "<turn|>",
+        "<|tool_response>",
+        "<｜end▁of▁sentence｜>",
+        "[e~[",
+        "<|ifm|im_end|>",
+    }
+)
+# Texts of the fill-in-the-middle tokens after which nothing sensible follows; of each kind the first one
+# counts.
+_FIM_END_TEXTS: dict[str, tuple[str, ...]] = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>", "<|plamo:file_separator|>"),
+}
+# The other fill-in-the-middle markers: control tokens whatever the file says of them.
+_FIM_MARKERS = frozenset(
+    {
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>"),
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>"),
+        *("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", "<|prefix|>", "<|suffix|>", "<|middle|>"),
+        *("<|plamo:fim_prefix|>", "<|plamo:fim_suffix|>", "<|plamo:fim_middle|>"),
+    }
+)
+# Harmony's framing tokens are part of what a client has to see.
+_ALWAYS_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """`tokens[id]` is the text as stored, `types[id]` a TokenType, `scores[id]` the merge priority (or
+    empty).
+
+    `ids` is the reverse of `tokens`. An id is None where the model has no such token.
+    """
+
+    tokens: list[str]
+    types: list[int]
+    scores: Sequence[float]
+    ids: dict[str, int]
+    bos_id: int | None
+    eos_id: int | None
+    unknown_id: int | None
+    pad_id: int | None
+    end_ids: frozenset[int]
+
+    def text_of(self, token_id: int | None) -> str:
+        """The stored text of a special token, "" for None."""
+        return "" if token_id is None else self.tokens[token_id]
+
+
+def load_vocabulary(metadata: Mapping[str, Any], default_ids: Mapping[str, int]) -> Vocabulary:
+    """Read and correct the vocabulary. `default_ids` ("bos", "eos", ...) holds what an absent key means.
+
+    Raises ModelFileError for missing, inconsistent or repeated tokens.
+    """
+    tokens = _read_tokens(metadata)
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        repeated = next(token for token_id, token in enumerate(tokens) if ids[token] != token_id)
+        raise ModelFileError(
+            f"tokenizer.ggml.tokens holds {repeated!r} more than once, so text has no single "
+            "spelling in ids; the file was converted wrongly, get another conversion"
+        )
+    types = _read_types(metadata, len(tokens))
+    special = _read_special_ids(metadata, len(tokens), default_ids)
+    end_ids = _find_end_ids(ids, types, special)
+    return Vocabulary(
+        tokens=tokens,
+        types=types,
+        scores=_read_scores(metadata, len(tokens)),
+        ids=ids,
+        bos_id=special.get("bos"),
+        eos_id=special.get("eos"),
+        unknown_id=special.get("unknown"),
+        pad_id=special.get("padding"),
+        end_ids=end_ids,
+    )
+
+
+def _read_tokens(metadata: Mapping[str, Any]) -> list[str]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if tokens is None or isinstance(tokens, str) or not len(tokens):
+        raise ModelFileError(
+            "the file holds no vocabulary (tokenizer.ggml.tokens is missing or empty), so it can not read "
+            "text; use a complete model file, not an adapter or a projector"
+        )
+    if not all(isinstance(token, str) for token in tokens):
+        raise ModelFileError("tokenizer.ggml.tokens must be an array of strings")
+    return [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(tokens)]
+
+
+def _read_types(metadata: Mapping[str, Any], n_vocab: int) -> list[int]:
+    stored = metadata.get("tokenizer.ggml.token_type")
+    if stored is None:
+        return [int(TokenType.NORMAL)] * n_vocab
+    if len(stored) < n_vocab:
+        raise ModelFileError(f"tokenizer.ggml.token_type has {len(stored)} entries for {n_vocab} tokens")
+    return [int(value) for value in stored[:n_vocab]]
+
+
+def _read_scores(metadata: Mapping[str, Any], n_vocab: int) -> Sequence[float]:
+    stored = metadata.get("tokenizer.ggml.scores")
+    if stored is None:
+        return []
+    if len(stored) < n_vocab:
+        raise ModelFileError(f"tokenizer.ggml.scores has {len(stored)} entries for {n_vocab} tokens")
+    return [float(value) for value in stored[:n_vocab]]
+
+
+_SPECIAL_NAMES = ("bos", "eos", "eot", "eom", "unknown", "padding", "fim_pad", "fim_rep", "fim_sep")
+
+
+def _read_special_ids(
+    metadata: Mapping[str, Any], n_vocab: int, default_ids: Mapping[str, int]
+) -> dict[str, int]:
+    special = {name: token_id for name, token_id in default_ids.items() if token_id < n_vocab}
+    for name in _SPECIAL_NAMES:
+        stored = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        # Some files say -1 or an id beyond the vocabulary for "none".
+        if stored is not None and 0 <= int(stored) < n_vocab:
+            special[name] = int(stored)
+    return special
+
+
+def _find_end_ids(ids: dict[str, int], types: list[int], special: dict[str, int]) -> frozenset[int]:
+    """The ids after which generation stops; corrects `types` where a text proves a control token."""
+    ends = {special[name] for name in ("eos", "eot", "eom") if name in special}
+    for text in END_TEXTS & ids.keys():
+        ends.add(ids[text])
+        types[ids[text]] = TokenType.CONTROL
+    for text in _FIM_MARKERS & ids.keys():
+        types[ids[text]] = TokenType.CONTROL
+    for name, texts in _FIM_END_TEXTS.items():
+        found = next((ids[text] for text in texts if text in ids), None)
+        if name not in special and found is not None:
+            special[name] = found
+            types[found] = TokenType.CONTROL
+        if name in special:
+            ends.add(special[name])
+    for text in _ALWAYS_SHOWN:
+        if text in ids:
+            types[ids[text]] = TokenType.USER_DEFINED
+    _unmark_ends(ids, types, ends)
+    return frozenset(ends)
+
+
+def _unmark_ends(ids: dict[str, int], types: list[int], ends: set[int]) -> None:
+    """Two formats use a text of END_TEXTS for something else."""
+    present = {text for text in ("<|return|>", "<|call|>", "<|calls|>", "<|flush|>") if text in ids}
+    calls = bool(present & {"<|call|>", "<|calls|>"})
+    if "<|end|>" in ids and calls and present & {"<|return|>", "<|flush|>"}:
+        # Harmony and Solar end one message of several with it.
+        ends.discard(ids["<|end|>"])
+        types[ids["<|end|>"]] = TokenType.USER_DEFINED
+    plain = "<|tool_response>" in ids or ids.get("<|plamo:eos|>", -1) in ends
+    if "</s>" in ids and plain and ids["</s>"] in ends:
+        # Gemma 4 and PLaMo know it as ordinary (HTML) text.
+        ends.discard(ids["</s>"])
+        types[ids["</s>"]] = TokenType.NORMAL

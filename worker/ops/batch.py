@@ -1,0 +1,41 @@
+"""One forward pass's input as arrays: the tokens of several sequences, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE_TOKENS = 32
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`token_ids`, `positions`: i32 [n_tokens]; `sequence_first`: i32 [n_sequences + 1], the tokens of sequence s are
+    rows first[s]..first[s+1] with ascending positions; `page_tables`: i32 [n_sequences, max_pages] ids of KV pages of
+    PAGE_TOKENS tokens; `output_rows`: i32 [n_outputs] rows whose logits are wanted.
+    """
+
+    token_ids: Int32Array
+    positions: Int32Array
+    sequence_first: Int32Array
+    page_tables: Int32Array
+    output_rows: Int32Array
+
+    @staticmethod
+    def of_sequence(
+        token_ids: list[int], first_position: int, pages: list[int], *, all_outputs: bool
+    ) -> Batch:
+        """A batch of one sequence; outputs for every token, or for the last one only."""
+        count = len(token_ids)
+        rows = range(count) if all_outputs else [count - 1]
+        return Batch(
+            np.asarray(token_ids, np.int32),
+            np.arange(first_position, first_position + count, dtype=np.int32),
+            np.asarray([0, count], np.int32),
+            np.asarray([pages], np.int32),
+            np.asarray(list(rows), np.int32),
+        )

@@ -1,0 +1,229 @@
+"""Memory and kernel rates through the native library: how fast weights can be read and multiplied here.
+
+Every rate is the best of several short runs: on a shared machine the fastest run is the one that was
+disturbed least.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from plans import host
+from plans.files import hash_file
+from plans.machine import KernelRate, PeakRate, ReadRate
+from worker.cpu.matrix import Arena, Matrix, load_library
+from worker.model.types import BY_NAME, WEIGHT_TYPES
+
+_PERIOD_S = 0.06  # one rate is measured for so long
+_SMALLEST_READ_BYTES = 256 << 20
+_CACHE_MULTIPLE = 8  # memory read by the bandwidth test, in last-level caches
+_DECODE_BYTES = 96 << 20  # weights that the decode test streams, all threads together
+_ROWS, _COLUMNS = 4096, 4096
+_PREFILL_ROWS, _PREFILL_TOKENS = 1024, 256
+# A byte that makes ordinary numbers in every format: f16 0x2a2a is 0.05, so no kernel meets NaN or denormals.
+_FILL = 0x2A
+
+Form = Literal["packed", "file"]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def thread_counts(cores: int) -> tuple[int, ...]:
+    """Powers of two below the cores, and the cores."""
+    return tuple(count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count < cores) + (cores,)
+
+
+def best_rate(run: Callable[[], float], period_s: float = _PERIOD_S) -> float:
+    """The best of the rates that `run` returns within the period; at least two runs, the first warms up."""
+    run()
+    rates = [run()]
+    end_s = time.perf_counter() + period_s
+    while time.perf_counter() < end_s:
+        rates.append(run())
+    return max(rates)
+
+
+class Library:
+    """The functions that measure without a model, over one team of all cores."""
+
+    def __init__(self, path: Path, cores: int) -> None:
+        self.kernels = load_library(path)
+        pointer, i32 = ctypes.c_void_p, ctypes.c_int32
+        declared = {
+            "pw_team_create": (pointer, [i32, pointer, i32]),
+            "pw_team_destroy": (None, [pointer]),
+            "pw_read_bandwidth": (ctypes.c_double, [pointer, i32, pointer, ctypes.c_size_t]),
+            "pw_int8_peak": (ctypes.c_double, [pointer, i32]),
+        }
+        for name, (result, arguments) in declared.items():
+            function = getattr(self.kernels, name)
+            function.restype, function.argtypes = result, arguments
+        self._team = self.kernels.pw_team_create(cores, None, 2000)
+        if not self._team:
+            raise OSError(f"the library could not start {cores} threads")
+
+    @property
+    def isa(self) -> str:
+        return str(self.kernels.pw_isa().decode())
+
+    def read_bytes_per_s(self, threads: int, arena: Arena) -> float:
+        return best_rate(
+            lambda: self.kernels.pw_read_bandwidth(self._team, threads, arena.address, arena.bytes.size)
+        )
+
+    def int8_macs_per_s(self, threads: int) -> float:
+        return best_rate(lambda: self.kernels.pw_int8_peak(self._team, threads))
+
+    def close(self) -> None:
+        """Ends the team, so that its threads do not spin beside the ones that measure matrices."""
+        self.kernels.pw_team_destroy(self._team)
+
+
+def measure_reads(library: Library, counts: tuple[int, ...], l3_bytes: int | None) -> Iterator[ReadRate]:
+    """RAM read against threads, on small pages and on huge ones."""
+    size = max(_SMALLEST_READ_BYTES, _CACHE_MULTIPLE * (l3_bytes or 0))
+    size = min(size, host.ram_available_bytes() // 4)
+    for huge in (False, True):
+        arena = Arena(library.kernels, size, huge)
+        arena.bytes[:] = 1  # touched, or every page would be the same zero page
+        for threads in counts:
+            yield ReadRate(threads, huge, round(library.read_bytes_per_s(threads, arena)))
+
+
+def side_by_side(jobs: list[Callable[[], None]]) -> float:
+    """Seconds from a common start until the last job ends; the kernels release the interpreter lock."""
+    gate = threading.Barrier(len(jobs) + 1)
+
+    def wait_and_run(job: Callable[[], None]) -> None:
+        gate.wait()
+        job()
+
+    threads = [threading.Thread(target=wait_and_run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    gate.wait()
+    start_s = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start_s
+
+
+class TypeBench:
+    """Matrices of one weight type, enough of them that decoding streams from memory and not from a cache."""
+
+    def __init__(self, library: Library, type_name: str, form: Form) -> None:
+        self._kernels, self._type_id = library.kernels, BY_NAME[type_name].id
+        self._packed = form == "packed"
+        self._file_bytes = library.kernels.pw_file_bytes(self._type_id, _ROWS, _COLUMNS)
+        count = max(2, -(-_DECODE_BYTES // self._file_bytes))
+        self._matrices = [self._matrix(_ROWS) for _ in range(count)]
+        self._small = self._matrix(_PREFILL_ROWS)
+
+    def _matrix(self, rows: int) -> Matrix:
+        size = self._kernels.pw_file_bytes(self._type_id, rows, _COLUMNS)
+        return Matrix(
+            self._kernels, self._type_id, rows, _COLUMNS, np.full(size, _FILL, np.uint8), packed=self._packed
+        )
+
+    def decode_bytes_per_s(self, threads: int) -> float:
+        """Every matrix once, its rows split over the threads as a decode step splits them."""
+        groups = self._matrices[0].n_row_groups
+        x = np.ones((1, _COLUMNS), np.float32)
+        y = np.zeros((1, _ROWS), np.float32)
+
+        def part(index: int) -> Callable[[], None]:
+            span = (groups * index // threads, groups * (index + 1) // threads)
+
+            def job() -> None:
+                for matrix in self._matrices:
+                    matrix.multiply(x, y, groups=span)
+
+            return job
+
+        total = self._file_bytes * len(self._matrices)
+        return best_rate(lambda: total / side_by_side([part(i) for i in range(threads)]))
+
+    def prefill_macs_per_s(self, threads: int) -> float:
+        """Every thread a batch of its own: what the kernel reaches when nothing waits."""
+        inputs = [np.ones((_PREFILL_TOKENS, _COLUMNS), np.float32) for _ in range(threads)]
+        outputs = [np.zeros((_PREFILL_TOKENS, _PREFILL_ROWS), np.float32) for _ in range(threads)]
+
+        def job_of(x: NDArray[np.float32], y: NDArray[np.float32]) -> Callable[[], None]:
+            return lambda: void(self._small.multiply(x, y))
+
+        jobs = [job_of(x, y) for x, y in zip(inputs, outputs, strict=True)]
+        macs = threads * _PREFILL_TOKENS * _PREFILL_ROWS * _COLUMNS
+        return best_rate(lambda: macs / side_by_side(jobs))
+
+
+def void(_: object) -> None:
+    """Drops a result where a function without one is wanted."""
+
+
+def measure_type(
+    library: Library, type_name: str, form: Form, counts: tuple[int, ...]
+) -> Iterator[KernelRate]:
+    """Rates of one type; one row with a reason where the kernels do not know it or refuse."""
+    if not library.kernels.pw_type_supported(BY_NAME[type_name].id):
+        yield KernelRate(type_name, form, 1, None, None, "no kernels for this type")
+        return
+    try:
+        bench = TypeBench(library, type_name, form)
+        for threads in counts:
+            decode = round(bench.decode_bytes_per_s(threads))
+            yield KernelRate(type_name, form, threads, decode, round(bench.prefill_macs_per_s(threads)))
+    except (ValueError, MemoryError) as error:
+        yield KernelRate(type_name, form, 1, None, None, str(error))
+
+
+def supported_types(library: Library) -> tuple[str, ...]:
+    names = sorted(WEIGHT_TYPES, key=lambda name: BY_NAME[name].id)
+    return tuple(name for name in names if library.kernels.pw_type_supported(BY_NAME[name].id))
+
+
+def measure_kernels(library: Library, counts: tuple[int, ...]) -> Iterator[KernelRate]:
+    """Packed weights at every thread count; file order, which only mapped weights use, at its ends."""
+    for type_name in supported_types(library):
+        say(f"kernels of {type_name}")
+        yield from measure_type(library, type_name, "packed", counts)
+        yield from measure_type(library, type_name, "file", tuple(sorted({counts[0], counts[-1]})))
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """What the library measured; all empty without one."""
+
+    isa: str | None = None
+    library_sha256: str | None = None
+    ram_read: tuple[ReadRate, ...] = ()
+    int8_peak: tuple[PeakRate, ...] = ()
+    kernels: tuple[KernelRate, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+def measure_library(path: Path, cores: int, l3_bytes: int | None) -> Rates:
+    if not path.is_file():
+        return Rates(missing=(f"memory and kernels: {path} is missing, run scripts/build-cpu",))
+    try:
+        library = Library(path, cores)
+    except (OSError, AttributeError) as error:
+        return Rates(missing=(f"memory and kernels: {path} does not load ({error})",))
+    counts = thread_counts(cores)
+    say("memory read rate")
+    reads = tuple(measure_reads(library, counts, l3_bytes))
+    say("int8 peak")
+    peaks = tuple(PeakRate(threads, round(library.int8_macs_per_s(threads))) for threads in counts)
+    isa = library.isa
+    library.close()
+    return Rates(isa, hash_file(path), reads, peaks, tuple(measure_kernels(library, counts)))

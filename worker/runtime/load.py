@@ -1,0 +1,106 @@
+"""From a model file and a placement to an executor: open, lower, pack, make the cache, the team and the step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from configs.errors import EngineStartError
+from plans.placement import Placement
+from worker.cpu.library import load_library
+from worker.cpu.lowered import lowered_structs
+from worker.cpu.structs import KvType
+from worker.model.describe import describe_file
+from worker.model.gguf import ModelFile, open_model
+from worker.model.quants import dequantize
+from worker.ops.batch import PAGE_TOKENS
+from worker.ops.lower import lower
+from worker.ops.oplist import OpList, Weight
+from worker.runtime.step import NativeExecutor
+from worker.runtime.weights import Progress, load_weights
+
+KV_TYPES = {"f16": KvType.F16, "q8_0": KvType.Q8_0}
+
+
+def _silent(phase: str, done_bytes: int, total_bytes: int) -> None:
+    pass
+
+
+def load_executor(model_path: str | Path, placement: Placement, progress: Progress = _silent) -> NativeExecutor:
+    """What the worker runs. Raises ModelFileError for the file, EngineStartError for this machine."""
+    return load_native(model_path, placement, progress=progress, max_outputs=max(placement.max_sequences, 16))
+
+
+def load_native(
+    model_path: str | Path, placement: Placement, *, max_outputs: int, progress: Progress = _silent
+) -> NativeExecutor:
+    """The same with a choice of how many rows of logits a step may have."""
+    started = time.monotonic()
+    file = open_model(model_path)
+    oplist = lower(describe_file(file).units)
+    library = load_library()
+    threads = max(placement.decode_threads, placement.prefill_threads)
+    team = library.team_create(threads, placement.cpus[:threads] or None, placement.spin_us)
+    weights = load_weights(
+        library,
+        file,
+        oplist,
+        packed=placement.load_mode == "packed",
+        huge_pages=placement.huge_pages,
+        threads=threads,
+        progress=progress,
+    )
+    kv = library.kv_create(
+        KV_TYPES[placement.kv_type],
+        [layer.n_kv_heads for layer in oplist.kv_layers],
+        [layer.head_dim for layer in oplist.kv_layers],
+        _page_count(placement, _page_bytes(oplist, placement.kv_type)),
+    )
+    ops, buffers = lowered_structs(oplist)
+    ubatch = max(placement.ubatch_tokens, placement.max_sequences)
+    step = library.step_create(ops, weights.structs, buffers, ubatch, max_outputs, team, kv)
+    progress("ready", 1, 1)
+    return NativeExecutor(library, oplist, step, kv, team, weights, placement, time.monotonic() - started)
+
+
+def _page_bytes(oplist: OpList, kv_type: str) -> int:
+    """Least bytes of one page: what the cache stores of PAGE_TOKENS tokens in all layers."""
+    values = sum(2 * layer.n_kv_heads * layer.head_dim for layer in oplist.kv_layers) * PAGE_TOKENS
+    return values * 2 if kv_type == "f16" else values * 34 // 32
+
+
+def _page_count(placement: Placement, page_bytes: int) -> int:
+    """As many pages as the budget holds, and never more than all sequences at full length need."""
+    needed = -(-placement.context_length_tokens // PAGE_TOKENS)
+    affordable = placement.kv_budget_bytes // page_bytes
+    if affordable < needed:
+        raise EngineStartError(
+            f"a context of {placement.context_length_tokens} tokens needs {needed * page_bytes} bytes of KV cache, "
+            f"the plan's budget is {placement.kv_budget_bytes}; plan with a smaller --ctx or --kv q8_0"
+        )
+    return int(min(affordable, needed * (placement.max_sequences + 1)))
+
+
+def reference_weights(file: ModelFile) -> Callable[[Weight], npt.NDArray[np.float32]]:
+    """Weights for the numpy executor: dequantised to f32 on first use and kept."""
+    kept: dict[str, npt.NDArray[np.float32]] = {}
+
+    def weight_of(weight: Weight) -> npt.NDArray[np.float32]:
+        if weight.name not in kept:
+            kept[weight.name] = _dequantized(file, weight)
+        return kept[weight.name]
+
+    return weight_of
+
+
+def _dequantized(file: ModelFile, weight: Weight) -> npt.NDArray[np.float32]:
+    if weight.tensor is None:
+        return np.asarray(weight.constant, np.float32)
+    tensor = weight.tensor
+    values = dequantize(tensor.type, file.tensor_bytes(tensor.name), tensor.shape)
+    return np.asarray(values, np.float32).reshape(tuple(reversed(tensor.shape)))
+

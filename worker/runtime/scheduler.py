@@ -1,0 +1,345 @@
+"""Continuous batching: which tokens of which requests share the next step, and what becomes of the results.
+
+One call of `step` is one forward pass: admit from the queue, make room, plan, run, deliver. Requests are
+served first come first served; every running one that decodes gets its token in every step, and prompts
+fill the rest of the step up to a time budget. When the key/value cache is full, the youngest request goes
+back to the queue and is computed again later: its stream goes on where it stopped, with the tokens it would
+have had.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from worker.protocol import Accepted, Done, Failed, FromWorker, Generate, Score, Scored, TokenEvent
+from worker.runtime.cancel import CancelBoard
+from worker.runtime.executor import (
+    PAGE_TOKENS,
+    Executor,
+    SampledToken,
+    SequencePart,
+    StepBatch,
+    StepCancelled,
+    StepFailed,
+)
+from worker.runtime.kv_pages import PagePool
+from worker.runtime.pace import Pace, share_budget
+from worker.runtime.requests import (
+    Bounds,
+    Generation,
+    Refusal,
+    Request,
+    Scoring,
+    check_generate,
+    check_score,
+)
+
+LONGEST_STEP_S = 5.0
+"""Bound on a step that only computes prompts: whoever arrives in the meantime waits for its end."""
+
+Plan = list[tuple[Request, int]]  # who takes part in a step, and with how many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`context_length_tokens` is of one sequence; `step_budget_s` bounds what prompts add to a decode step."""
+
+    context_length_tokens: int
+    max_sequences: int
+    step_budget_s: float = 0.15
+    max_queued: int = 256
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    steps: int = 0
+    executor_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    preempted: int = 0
+
+
+class Scheduler:
+    """Owns the requests and the pages. Used from one thread; only `board` may be used from another.
+
+    `emit` gets every event. Each request that was submitted gets exactly one `done`, `scored` or `failed`.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        limits: Limits,
+        emit: Callable[[FromWorker], None],
+        clock: Callable[[], float] = time.monotonic,
+        board: CancelBoard | None = None,
+    ) -> None:
+        self._executor = executor
+        self._emit = emit
+        self._clock = clock
+        self.max_sequences = min(limits.max_sequences, executor.max_outputs, executor.max_tokens)
+        self._limits = limits
+        self.bounds = Bounds(executor.n_vocab, limits.context_length_tokens, executor.n_pages * PAGE_TOKENS)
+        self.pool = PagePool(executor.n_pages, executor.copy_page)
+        self.board = board or CancelBoard()
+        self.counters = Counters()
+        self._pace = Pace()
+        self._queue: deque[Request] = deque()  # oldest first
+        self._running: list[Request] = []  # oldest first
+        self._by_id: dict[str, Request] = {}
+
+    # ---- from outside ---------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._queue)
+
+    def is_known(self, request_id: str) -> bool:
+        """True while a request of this id waits or runs."""
+        return request_id in self._by_id
+
+    def submit(self, message: Generate | Score) -> None:
+        """Queue a request, or answer `failed` at once. The id must not be known."""
+        try:
+            self._check(message)
+        except Refusal as refusal:
+            self._emit(Failed(message.request_id, refusal.code, str(refusal)))
+            return
+        request: Request
+        seed = 0
+        if isinstance(message, Generate):
+            wanted_seed = message.sampling.seed
+            seed = secrets.randbits(63) if wanted_seed is None else wanted_seed % 2**64
+            request = Generation(message, seed, self.bounds, self._clock())
+        else:
+            request = Scoring(message, self._clock())
+        self._queue.append(request)
+        self._by_id[request.request_id] = request
+        self._emit(Accepted(request.request_id, seed))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, wherever it is; an unknown id has ended already and is no error."""
+        request = self._by_id.get(request_id)
+        if request is not None:
+            self.counters.cancelled += 1
+            self._finish(request, Done(request_id, "cancelled", request.timings(self._clock())))
+        self.board.forget(request_id)
+
+    def fail_all(self, code: str, message: str) -> None:
+        for request in list(self._by_id.values()):
+            self._fail(request, code, message)
+
+    def step(self) -> None:
+        """One forward pass, when there is something to do."""
+        self._admit()
+        self._make_room()
+        plan = self._plan()
+        if plan:
+            self._run(plan)
+
+    def stats(self) -> dict[str, float | int | None]:
+        counters, pool = self.counters, self.pool
+        return {
+            "requests_running": len(self._running),
+            "requests_queued": len(self._queue),
+            "requests_finished": counters.finished,
+            "requests_cancelled": counters.cancelled,
+            "requests_failed": counters.failed,
+            "requests_preempted": counters.preempted,
+            "steps": counters.steps,
+            "executor_s": counters.executor_s,
+            "prompt_tokens": counters.prompt_tokens,
+            "cached_prompt_tokens": counters.cached_tokens,
+            "generated_tokens": counters.generated_tokens,
+            "kv_pages": pool.n_pages,
+            "kv_pages_held": pool.held_pages,
+            "kv_pages_cached": pool.cached_pages,
+            "prefill_tokens_per_s": self._pace.prefill_tokens_per_s,
+            "decode_step_s": self._pace.decode_s,
+        }
+
+    # ---- who runs -------------------------------------------------------------------------------
+
+    def _check(self, message: Generate | Score) -> None:
+        if isinstance(message, Generate):
+            check_generate(message, self.bounds)
+        else:
+            check_score(message, self.bounds)
+        if len(self._queue) >= self._limits.max_queued:
+            raise Refusal("overloaded", f"{len(self._queue)} requests wait already; try again later")
+
+    def _admit(self) -> None:
+        """Move requests from the queue to the running ones while there are pages for them and for some growth.
+
+        Nobody overtakes the first in the queue: it will get its pages when those before it have ended.
+        """
+        while self._queue and len(self._running) < self.max_sequences:
+            request = self._queue[0]
+            pages = self.pool.open(
+                request.tokens[: request.n_known], request.n_known + 1, len(self._running), request.reuse
+            )
+            if pages is None:
+                return
+            self._queue.popleft()
+            self._running.append(request)
+            request.pages = pages
+            request.n_computed = pages.reused_tokens
+            if request.admitted_s is None:
+                request.admitted_s = self._clock()
+                request.cached_tokens = pages.reused_tokens
+                self.counters.prompt_tokens += request.n_prompt
+                self.counters.cached_tokens += pages.reused_tokens
+
+    def _make_room(self) -> None:
+        """Pages for the next token of all who run, the oldest first; the youngest pays when there are too few."""
+        for request in list(self._running):
+            while (
+                request.pages is not None
+                and request.n_known > request.pages.capacity_tokens
+                and not self.pool.reserve(request.pages, request.n_known)
+            ):
+                self._preempt(self._running[-1])
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._close_pages(request)
+        self._queue.appendleft(request)
+        self.counters.preempted += 1
+
+    def _plan(self) -> Plan:
+        """Everyone who decodes, then prompts within the budget: at least half of it is for the oldest prompt, so
+        that it can not starve, and what is left goes to the shortest first."""
+        plan: Plan = []
+        prompts: list[tuple[int, Request]] = []
+        for request in self._running:
+            missing = request.n_known - request.n_computed
+            if missing == 1:
+                plan.append((request, 1))
+            else:
+                prompts.append((missing, request))
+        if not prompts:
+            return plan
+        budget_s = self._limits.step_budget_s if plan else LONGEST_STEP_S
+        budget = min(self._executor.max_tokens - len(plan), self._pace.chunk_tokens(budget_s, alone=not plan))
+        shares = share_budget([self._chunk_limit(request, missing) for missing, request in prompts], budget)
+        plan.extend((request, share) for (_, request), share in zip(prompts, shares, strict=True) if share)
+        return plan
+
+    def _chunk_limit(self, request: Request, missing: int) -> int:
+        """A scoring wants an output of each token, and the executor has room for so many."""
+        if not isinstance(request, Scoring):
+            return missing
+        scorings = sum(1 for running in self._running if isinstance(running, Scoring))
+        spare_outputs = self._executor.max_outputs - len(self._running)
+        return min(missing, 1 + spare_outputs // scorings)
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    def _run(self, plan: Plan) -> None:
+        """Run the plan and deliver. When it fails, each request is tried by itself, so that one bad request does
+        not end the others."""
+        batch = _batch_of(plan)
+        self.board.begin_step({request.request_id for request, _ in plan})
+        started_s = self._clock()
+        try:
+            answers = self._executor.run(batch, self.board.flag)
+        except StepCancelled:
+            return
+        except StepFailed as error:
+            if len(plan) == 1:
+                self._fail(plan[0][0], "internal", str(error))
+                return
+            for entry in plan:
+                self._run([entry])
+            return
+        finally:
+            self.board.end_step()
+        ended_s = self._clock()
+        self.counters.steps += 1
+        self.counters.executor_s += ended_s - started_s
+        self._pace.note(ended_s - started_s, batch.n_tokens - sum(1 for _, n in plan if n == 1))
+        self._deliver(plan, batch, answers, ended_s)
+
+    def _deliver(self, plan: Plan, batch: StepBatch, answers: list[SampledToken], now_s: float) -> None:
+        if len(answers) != batch.n_outputs:
+            raise RuntimeError(f"the executor gave {len(answers)} answers to {batch.n_outputs} outputs")
+        first = 0
+        for (request, n_tokens), part in zip(plan, batch.parts, strict=True):
+            request.n_computed += n_tokens
+            end = first + len(part.outputs)
+            if isinstance(request, Scoring):
+                self._deliver_scores(request, answers[first:end])
+            elif isinstance(request, Generation) and end > first:
+                self._deliver_token(request, answers[first], now_s)
+            first = end
+            if request.reuse and request.pages is not None:
+                self.pool.share(request.pages, request.tokens, request.n_computed)
+
+    def _deliver_token(self, request: Generation, answer: SampledToken, now_s: float) -> None:
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+        token_id = request.next_token(answer.id)
+        if request.teacher_ids is None and token_id in request.stop_ids:
+            self._finish(request, Done(request.request_id, "stop", request.timings(now_s), token_id))
+            return
+        request.tokens.append(token_id)
+        self.counters.generated_tokens += 1
+        self._emit(TokenEvent(request.request_id, token_id, answer.logprob, answer.top))
+        if len(request.tokens) >= request.end_tokens:
+            self._finish(request, Done(request.request_id, "length", request.timings(now_s)))
+
+    def _deliver_scores(self, request: Scoring, answers: list[SampledToken]) -> None:
+        for answer in answers:
+            if answer.logprob is None:
+                raise RuntimeError("the executor gave no log probability for a target")
+            request.logprobs.append(answer.logprob)
+            request.top_lists.append(answer.top)
+        if request.n_computed == request.n_known:
+            top = request.top_lists if request.top else []
+            self._finish(request, Scored(request.request_id, request.logprobs, top))
+
+    # ---- ends -----------------------------------------------------------------------------------
+
+    def _finish(self, request: Request, event: Done | Scored | Failed) -> None:
+        """The only place where a request ends: its pages go back and its final event goes out."""
+        del self._by_id[request.request_id]
+        if request.pages is not None:
+            self._running.remove(request)
+            self._close_pages(request)
+        else:
+            self._queue.remove(request)
+        self.board.forget(request.request_id)
+        self.counters.finished += 1
+        self._emit(event)
+
+    def _fail(self, request: Request, code: str, message: str) -> None:
+        self.counters.failed += 1
+        self._finish(request, Failed(request.request_id, code, message))
+
+    def _close_pages(self, request: Request) -> None:
+        if request.pages is not None:
+            self.pool.close(request.pages, request.tokens, request.n_computed, keep=request.reuse)
+        request.pages = None
+        request.n_computed = 0
+
+
+def _batch_of(plan: Plan) -> StepBatch:
+    parts: list[SequencePart] = []
+    n_tokens = n_outputs = 0
+    for request, count in plan:
+        assert request.pages is not None
+        first = request.n_computed
+        outputs = request.outputs(first, first + count)
+        tokens = request.tokens[first : first + count]
+        parts.append(SequencePart(tokens, first, request.pages.page_ids, outputs))
+        n_tokens += count
+        n_outputs += len(outputs)
+    return StepBatch(tuple(parts), n_tokens, n_outputs)

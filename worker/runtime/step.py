@@ -1,0 +1,210 @@
+"""The native executor: turns a StepBatch into the arrays of the C ABI and runs it with one call.
+
+Everything is allocated once. At one token a step Python writes a dozen integers and reads one struct back.
+"""
+
+from __future__ import annotations
+
+
+import numpy as np
+import numpy.typing as npt
+
+from configs.errors import EngineError
+from plans.placement import Placement
+from worker.cpu.batch import StepBatch as StepArrays
+from worker.cpu.handles import KvCache, Step, Team
+from worker.cpu.library import Library
+from worker.cpu.structs import SampledStruct, SamplerStruct
+from worker.ops.batch import PAGE_TOKENS, Batch
+from worker.ops.oplist import OpList
+from worker.runtime.executor import (
+    CancelFlag,
+    Output,
+    SampledToken,
+    Sampler,
+    SequencePart,
+    StepBatch,
+    StepCancelled,
+    StepFailed,
+)
+from worker.runtime.weights import LoadedWeights
+
+FORCED_BIAS = np.float32(1e30)  # greedy under this bias picks the target, whose raw log probability is then reported
+
+
+class NativeExecutor:
+    """Executor (worker/runtime/executor.py) on the CPU library. Used from one thread."""
+
+    def __init__(
+        self,
+        library: Library,
+        oplist: OpList,
+        step: Step,
+        kv: KvCache,
+        team: Team,
+        weights: LoadedWeights,
+        placement: Placement,
+        load_s: float,
+    ) -> None:
+        self.library, self.oplist, self.step, self.kv = library, oplist, step, kv
+        self.load_s = load_s
+        self._team, self._weights, self._placement = team, weights, placement
+        max_pages = -(-placement.context_length_tokens // PAGE_TOKENS) + 1
+        max_sequences = max(placement.max_sequences, 1) + 1  # one more for a score request
+        self._arrays = StepArrays(step.max_tokens, max_sequences, step.max_outputs, max_pages)
+        self._slots = [_SamplerSlot(self._arrays.samplers[i]) for i in range(step.max_outputs)]
+
+    @property
+    def n_vocab(self) -> int:
+        return self.oplist.n_vocab
+
+    @property
+    def n_pages(self) -> int:
+        return self.kv.n_pages
+
+    @property
+    def max_tokens(self) -> int:
+        return self.step.max_tokens
+
+    @property
+    def max_outputs(self) -> int:
+        return self.step.max_outputs
+
+    def run(self, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken]:
+        outputs = self._fill(batch)
+        struct = self._arrays.struct
+        struct.cancel = cancel.address
+        placement = self._placement
+        threads = placement.decode_threads if batch.is_decode else placement.prefill_threads
+        try:
+            finished = self.step.run(struct, threads)
+        except EngineError as error:
+            raise StepFailed(str(error)) from error
+        if not finished:
+            raise StepCancelled("the step was cancelled")
+        sampled = self._arrays.sampled
+        return [_answer(sampled[index], output) for index, output in enumerate(outputs)]
+
+    def _fill(self, batch: StepBatch) -> list[Output]:
+        arrays, struct = self._arrays, self._arrays.struct
+        outputs: list[Output] = []
+        row = 0
+        for sequence, part in enumerate(batch.parts):
+            count = _fill_part(arrays, sequence, row, part)
+            for output in part.outputs:
+                arrays.output_rows[len(outputs)] = row + output.row
+                self._slots[len(outputs)].set(output)
+                outputs.append(output)
+            row += count
+        arrays.sequence_first[len(batch.parts)] = row
+        struct.n_tokens, struct.n_sequences, struct.n_outputs = row, len(batch.parts), len(outputs)
+        return outputs
+
+    def logits(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Logits f32 [n_outputs, n_vocab] of a batch of one sequence; for tests and measuring."""
+        arrays = StepArrays(
+            self.step.max_tokens, len(batch.page_tables), self.max_outputs, batch.page_tables.shape[1], False
+        )
+        out = np.empty((len(batch.output_rows), self.n_vocab), np.float32)
+        arrays.set_logits(out)
+        for name in ("token_ids", "positions", "sequence_first", "output_rows"):
+            getattr(arrays, name)[: len(getattr(batch, name))] = getattr(batch, name)
+        arrays.page_tables[:] = batch.page_tables
+        struct = arrays.struct
+        struct.n_tokens, struct.n_outputs = len(batch.token_ids), len(batch.output_rows)
+        struct.n_sequences = len(batch.page_tables)
+        self.step.run(struct, self._placement.prefill_threads)
+        return out
+
+    def copy_page(self, source: int, destination: int) -> None:
+        self.kv.copy_page(source, destination)
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {
+            "weights": self._weights.resident_bytes,
+            "kv": self.kv.page_bytes * self.kv.n_pages,
+            "workspace": self.step.workspace_bytes,
+        }
+
+    def close(self) -> None:
+        self.step.close()
+        self.kv.close()
+        self._team.close()
+        if self._weights.arena is not None:
+            self._weights.arena.close()
+
+
+def _fill_part(arrays: StepArrays, sequence: int, row: int, part: SequencePart) -> int:
+    count = len(part.token_ids)
+    pages = part.page_ids
+    if count == 1:
+        arrays.token_ids[row] = part.token_ids[0]
+        arrays.positions[row] = part.first_position
+    else:
+        arrays.token_ids[row : row + count] = part.token_ids
+        arrays.positions[row : row + count] = np.arange(part.first_position, part.first_position + count)
+    used = (part.first_position + count - 1) // PAGE_TOKENS + 1
+    arrays.page_tables[sequence, :used] = pages[:used]
+    arrays.sequence_first[sequence] = row
+    return count
+
+
+class _SamplerSlot:
+    """One sampler struct of the batch; rewritten only as far as the output differs from the last one."""
+
+    __slots__ = ("_bias_ids", "_bias_values", "_history", "_sampler", "_struct")
+
+    def __init__(self, struct: SamplerStruct) -> None:
+        self._struct = struct
+        self._sampler: Sampler | None = None
+        self._bias_ids = np.zeros(1, np.int32)
+        self._bias_values = np.full(1, FORCED_BIAS, np.float32)
+        self._history = np.zeros(0, np.int32)
+
+    def set(self, output: Output) -> None:
+        if output.sampler is None:
+            self._force(output)
+            return
+        if output.sampler is not self._sampler:
+            self._configure(output.sampler)
+        self._struct.draw = output.draw
+        if output.history:
+            self._history = np.asarray(output.history, np.int32)
+            self._struct.history = self._history.ctypes.data
+        self._struct.n_history = len(output.history)
+
+    def _configure(self, sampler: Sampler) -> None:
+        struct, self._sampler = self._struct, sampler
+        for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed"):
+            setattr(struct, name, getattr(sampler, name))
+        struct.presence_penalty = sampler.presence_penalty
+        struct.frequency_penalty = sampler.frequency_penalty
+        struct.n_top = sampler.top
+        self._set_bias(sampler.bias_ids, sampler.bias_values)
+
+    def _force(self, output: Output) -> None:
+        """Greedy with an overwhelming bias on the target."""
+        assert output.target is not None
+        greedy = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), (), output.top)
+        self._configure(greedy)
+        self._set_bias((output.target,), (float(FORCED_BIAS),))
+        self._struct.n_history = 0
+
+    def _set_bias(self, ids: tuple[int, ...], values: tuple[float, ...]) -> None:
+        struct = self._struct
+        self._bias_ids = np.asarray(ids, np.int32)
+        self._bias_values = np.asarray(values, np.float32)
+        struct.bias_ids = self._bias_ids.ctypes.data
+        struct.bias_values = self._bias_values.ctypes.data
+        struct.n_bias = len(ids)
+
+
+def _answer(sampled: SampledStruct, output: Output) -> SampledToken:
+    wants_logprobs = output.sampler is None or output.sampler.top >= 0
+    if not wants_logprobs:
+        return SampledToken(sampled.token)
+    count = sampled.n_top
+    top = list(zip(sampled.top_ids[:count], sampled.top_logprobs[:count], strict=True))
+    return SampledToken(sampled.token, sampled.logprob, top)
+
+
