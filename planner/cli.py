@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 import typer
 
-from configs.errors import PlacewrightError
+from configs.errors import PlacewrightError, UserError
 from configs.paths import plans_folder
 from configs.settings import Settings, load_settings
 from planner import doctor, engines, inspect, pipeline
@@ -156,10 +156,10 @@ def make_limits(
     allow_storage_streaming: bool,
 ) -> Limits:
     if load_mode not in (None, "mmap", "packed"):
-        raise typer.BadParameter(f"{load_mode!r} is not mmap or packed", param_hint="--load-mode")
+        raise UserError(f"--load-mode {load_mode} is not a load mode; there are mmap and packed")
     for flag, value in (("--host-memory-mib", host_memory_mib), ("--gpu-memory-mib", gpu_memory_mib)):
         if value is not None and value < 1:
-            raise typer.BadParameter(f"{value} is not a positive number of MiB", param_hint=flag)
+            raise UserError(f"{flag} {value} is not a positive number of MiB")
     defaults = settings.plan
     return Limits(
         engines=engine_names or defaults.engines,
@@ -188,7 +188,7 @@ def make_request(
     defaults = settings.plan
     budget = budget_s if budget_s is not None else defaults.tuning_budget_s
     if not 0 < budget < 1e6:
-        raise typer.BadParameter(f"{budget} is not a number of seconds above 0", param_hint="--budget-s")
+        raise UserError(f"--budget-s {budget:g} is out of range; use a number of seconds above 0")
     return PlanRequest(
         model_path=model,
         context_length_tokens=ctx,

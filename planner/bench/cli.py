@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from configs.errors import UserError
 from configs.settings import load_settings
 from planner.bench.common import RaceResult, SideSummary
 from planner.bench.run import RaceTask, race, settings_margin_bytes
@@ -77,11 +78,11 @@ def run_command(
 
 
 def fitting(prompt_tokens: int, output_tokens: int, context_length_tokens: int) -> RequestMix:
-    """Lengths that fit into the plan's context. Raises BadParameter with all numbers."""
+    """Lengths that fit into the plan's context. Raises UserError with all numbers."""
     if prompt_tokens + output_tokens > context_length_tokens:
-        raise typer.BadParameter(
-            f"{prompt_tokens} + {output_tokens} tokens exceed the plan's context of {context_length_tokens}",
-            param_hint="--prompt-tokens",
+        raise UserError(
+            f"--prompt-tokens {prompt_tokens} and --output-tokens {output_tokens} exceed the plan's context of "
+            f"{context_length_tokens} tokens; use fewer"
         )
     return RequestMix(prompt_tokens, output_tokens)
 
