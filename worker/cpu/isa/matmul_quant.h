@@ -212,9 +212,11 @@ void expand_panel(const uint8_t* unit, int n_units, uint8_t* panel) {
 template <QuantLayout L, bool FromPanel>
 struct QuantTiles {
   static constexpr TileKernel kernels[] = {
-      quant_tile<L, FromPanel, 1>, quant_tile<L, FromPanel, 2>, quant_tile<L, FromPanel, 3>, quant_tile<L, FromPanel, 4>,
+      quant_tile<L, FromPanel, 1>, quant_tile<L, FromPanel, 2>,
+      quant_tile<L, FromPanel, 3>, quant_tile<L, FromPanel, 4>,
 #if PW_ISA_avx512
-      quant_tile<L, FromPanel, 5>, quant_tile<L, FromPanel, 6>, quant_tile<L, FromPanel, 7>, quant_tile<L, FromPanel, 8>,
+      quant_tile<L, FromPanel, 5>, quant_tile<L, FromPanel, 6>,
+      quant_tile<L, FromPanel, 7>, quant_tile<L, FromPanel, 8>,
 #endif
   };
 };
