@@ -137,7 +137,9 @@ def race(model: Path, program: Path, threads: int, rounds: int) -> dict[str, obj
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", type=Path, nargs="+")
     parser.add_argument("--llama-bench", type=Path, required=True)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])

@@ -21,6 +21,7 @@ from worker.cpu.structs import (
     BufferStruct,
     Code,
     KvType,
+    MatmulCallStruct,
     OpStruct,
     WeightStruct,
 )
@@ -66,6 +67,8 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "pw_step_profile": (None, [c_void_p, POINTER(c_double)]),
     "pw_read_bandwidth": (c_double, [c_void_p, c_int32, c_void_p, c_size_t]),
     "pw_int8_peak": (c_double, [c_void_p, c_int32]),
+    "pw_matmul": (c_int32, [POINTER(MatmulCallStruct)]),
+    "pw_dequantize_row": (c_int32, [c_int32, c_int32, c_void_p, c_void_p]),
 }
 
 

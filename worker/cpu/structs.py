@@ -136,6 +136,29 @@ class BatchStruct(ctypes.Structure):
     ]
 
 
+class MatmulCallStruct(ctypes.Structure):
+    """`pw_matmul_call`: one matrix product on the calling thread."""
+
+    _fields_ = [
+        ("weight", POINTER(WeightStruct)),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("gather", c_void_p),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+        ("output_rows", c_void_p),
+        ("bias", c_void_p),
+        ("seconds", c_void_p),
+        ("n_tokens", c_int32),
+        ("expert_begin", c_int32),
+        ("expert_end", c_int32),
+        ("group_begin", c_int32),
+        ("group_end", c_int32),
+        ("accumulate", c_int32),
+        ("scale", c_float),
+    ]
+
+
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "pw_weight": WeightStruct,
     "pw_op": OpStruct,
@@ -143,4 +166,5 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "pw_sampler": SamplerStruct,
     "pw_sampled": SampledStruct,
     "pw_batch": BatchStruct,
+    "pw_matmul_call": MatmulCallStruct,
 }
