@@ -31,21 +31,6 @@ class KvType(IntEnum):
     Q8_0 = 8
 
 
-class OpKind(IntEnum):
-    """`pw_op_kind`; what each one reads and writes is said in pw_cpu.h."""
-
-    EMBED = 1
-    RMS_NORM = 2
-    LINEAR = 3
-    ROPE_STORE = 4
-    ATTENTION = 5
-    GLU = 6
-    ROUTER = 7
-    MOE = 8
-    SELECT = 9
-    SAMPLE = 10
-
-
 class WeightStruct(ctypes.Structure):
     """`pw_weight`: a matrix [rows, cols] or a stack of `experts` of them; addresses may be None."""
 
