@@ -31,6 +31,7 @@ from worker.runtime.step import NativeExecutor
 PREFILL_TOKENS, DECODE_TOKENS = 512, 128
 GREEDY = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0)
 MEASURE_BYTES = 1 << 30
+CPUS = tuple(sorted(os.sched_getaffinity(0)))  # before a team pins this thread
 
 
 def load(model: Path, threads: int) -> NativeExecutor:
@@ -46,7 +47,7 @@ def load(model: Path, threads: int) -> NativeExecutor:
         prefill_threads=threads,
         ubatch_tokens=PREFILL_TOKENS,
         kv_budget_bytes=2 << 30,
-        cpus=tuple(sorted(os.sched_getaffinity(0))[:threads]),
+        cpus=CPUS[:threads],
     )
     return load_native(model, placement, max_outputs=16)
 
@@ -71,6 +72,7 @@ def run_native(executor: NativeExecutor) -> tuple[float, float]:
 def run_llama_bench(program: Path, model: Path, threads: int) -> tuple[float, float]:
     command = [str(program), "-m", str(model), "-t", str(threads), "-p", str(PREFILL_TOKENS)]
     command += ["-n", str(DECODE_TOKENS), "-r", "1", "-o", "json"]
+    os.sched_setaffinity(0, CPUS)  # a team left this thread, and so its children, on one CPU
     rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     by_kind = {row["n_gen"] > 0: row["avg_ts"] for row in rows}
     return by_kind[False], by_kind[True]
@@ -97,8 +99,7 @@ def ceilings(executor: NativeExecutor, threads: int) -> tuple[float, float]:
     library = executor.library
     memory = library.arena(MEASURE_BYTES)
     memory.view()[::4096] = 1
-    cpus = sorted(os.sched_getaffinity(0))[:threads]
-    team = library.team_create(threads, cpus, 2000)
+    team = library.team_create(threads, CPUS[:threads], 2000)
     read = max(library.read_bandwidth(team, threads, memory) for _ in range(3))
     peak = max(library.int8_peak(team, threads) for _ in range(3))
     team.close()
@@ -136,7 +137,9 @@ def race(model: Path, program: Path, threads: int, rounds: int) -> dict[str, obj
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", type=Path, nargs="+")
     parser.add_argument("--llama-bench", type=Path, required=True)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])

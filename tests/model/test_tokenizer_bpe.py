@@ -100,6 +100,13 @@ def test_merges_through_a_missing_token() -> None:
     assert spell(tokenizer, "hell") == ["h", "e", "l", "l"]
 
 
+def test_an_unknown_byte_is_dropped_but_keeps_its_neighbours_apart() -> None:
+    metadata = bpe_metadata()
+    metadata["tokenizer.ggml.tokens"][ord("x")] = "unrelated"
+    assert spell(load_tokenizer(metadata), "hexllo") == ["he", "ll", "o"]
+    assert spell(load_tokenizer(metadata), "helxlo") == ["he", "l", "l", "o"]
+
+
 def test_control_tokens_only_on_request() -> None:
     assert spell(SMOLLM, "<|im_end|>hello", special=True) == ["<|im_end|>", "hello"]
     assert "<|im_end|>" not in spell(SMOLLM, "<|im_end|>hello")

@@ -132,7 +132,8 @@ inline void unpack_6_bit_scales(const uint8_t* packed, uint8_t* out) {
                          static_cast<int>((words[2] & 0x0f0f0f0f) | high_bits(words[0]))};
   const int mins[2] = {static_cast<int>(words[1] & 0x3f3f3f3f),
                        static_cast<int>((words[2] >> 4 & 0x0f0f0f0f) | high_bits(words[1]))};
-  const __m128i both = _mm_unpacklo_epi8(_mm_setr_epi32(scales[0], scales[1], 0, 0), _mm_setr_epi32(mins[0], mins[1], 0, 0));
+  const __m128i all_scales = _mm_setr_epi32(scales[0], scales[1], 0, 0);
+  const __m128i both = _mm_unpacklo_epi8(all_scales, _mm_setr_epi32(mins[0], mins[1], 0, 0));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), both);
 }
 

@@ -91,11 +91,12 @@ def _split_merge(merge: str, rank: int) -> tuple[str, str]:
 
 
 def _missing_parts(pairs: list[tuple[str, str]], ids: dict[str, int]) -> list[str]:
-    """Texts that merges mention and the vocabulary lacks.
+    """Texts that merges mention, and bytes, which the vocabulary lacks.
 
-    Under spare ids they take part in merging, so that longer tokens stay reachable, and leave as bytes.
+    Under spare ids they take part in merging and leave as bytes: longer tokens stay reachable, and what stands
+    left and right of an unknown byte does not become neighbours.
     """
-    mentioned = set(chain.from_iterable(pairs))
+    mentioned = {*CHARACTER_OF_BYTE.values(), *chain.from_iterable(pairs)}
     mentioned.update(map("".join, pairs))
     missing = sorted(mentioned.difference(ids))
     try:

@@ -24,7 +24,6 @@ from plans.machine import KernelRate, PeakRate, ReadRate
 from worker.cpu.handles import Arena
 from worker.cpu.library import Library, load_library
 from worker.cpu.matrix import Matrix
-from worker.cpu.matrix import load_library as load_matrices
 from worker.model.types import BY_NAME, WEIGHT_TYPES
 
 _PERIOD_S = 0.06  # one rate is measured for so long
@@ -59,11 +58,10 @@ def best_rate(run: Callable[[], float], period_s: float = _PERIOD_S) -> float:
 
 
 class Bench:
-    """The library, once as the runtime sees it and once with the functions for single matrices."""
+    """The library and a team of all cores."""
 
     def __init__(self, path: Path | None, cores: int) -> None:
         self.library = load_library(path)
-        self.matrices = load_matrices(self.library.path)
         self._team = self.library.team_create(cores)
 
     def read_bytes_per_s(self, threads: int, arena: Arena) -> float:
@@ -111,35 +109,29 @@ class TypeBench:
     """Matrices of one weight type, enough of them that decoding streams from memory and not from a cache."""
 
     def __init__(self, bench: Bench, type_name: str, form: Form) -> None:
-        self._calls, self._type_id = bench.matrices, BY_NAME[type_name].id
+        self._library, self._type_id = bench.library, BY_NAME[type_name].id
         self._packed = form == "packed"
         self._file_bytes = bench.library.file_bytes(self._type_id, _ROWS, _COLUMNS)
-        count = max(2, -(-_DECODE_BYTES // self._file_bytes))
-        self._matrices = [self._matrix(_ROWS) for _ in range(count)]
-        self._small = self._matrix(_PREFILL_ROWS)
+        self._count = max(2, -(-_DECODE_BYTES // self._file_bytes))
+        self._stack = self._matrix(_ROWS, self._count)
+        self._small = self._matrix(_PREFILL_ROWS, 1)
 
-    def _matrix(self, rows: int) -> Matrix:
-        size = self._calls.pw_file_bytes(self._type_id, rows, _COLUMNS)
-        return Matrix(
-            self._calls, self._type_id, rows, _COLUMNS, np.full(size, _FILL, np.uint8), packed=self._packed
-        )
+    def _matrix(self, rows: int, count: int) -> Matrix:
+        size = self._library.file_bytes(self._type_id, rows, _COLUMNS) * count
+        file = np.full(size, _FILL, np.uint8)
+        return Matrix(self._library, self._type_id, rows, _COLUMNS, file, experts=count, packed=self._packed)
 
     def decode_bytes_per_s(self, threads: int) -> float:
         """Every matrix once, its rows split over the threads as a decode step splits them."""
-        groups = self._matrices[0].n_row_groups
+        groups = self._stack.n_row_groups
         x = np.ones((1, _COLUMNS), np.float32)
         y = np.zeros((1, _ROWS), np.float32)
 
         def part(index: int) -> Callable[[], None]:
             span = (groups * index // threads, groups * (index + 1) // threads)
+            return lambda: void(self._stack.multiply(x, y, groups=span, experts=(0, self._count)))
 
-            def job() -> None:
-                for matrix in self._matrices:
-                    matrix.multiply(x, y, groups=span)
-
-            return job
-
-        total = self._file_bytes * len(self._matrices)
+        total = self._file_bytes * self._count
         return best_rate(lambda: total / side_by_side([part(i) for i in range(threads)]))
 
     def prefill_macs_per_s(self, threads: int) -> float:
@@ -166,7 +158,7 @@ def measure_type(bench: Bench, type_name: str, form: Form, counts: tuple[int, ..
         for threads in counts:
             decode = round(matrices.decode_bytes_per_s(threads))
             yield KernelRate(type_name, form, threads, decode, round(matrices.prefill_macs_per_s(threads)))
-    except (ValueError, MemoryError) as error:
+    except (EngineError, ValueError, MemoryError) as error:
         yield KernelRate(type_name, form, 1, None, None, str(error))
 
 

@@ -11,23 +11,31 @@ namespace {
 
 constexpr float kNoScore = -1e30f;  // finite, so that the difference of two of them is 0 and not NaN
 
-using ScorePage = void (*)(const KvLayer&, const uint8_t*, const float*, float*);
-using ValuePage = void (*)(const KvLayer&, const uint8_t*, const float*, int32_t, int32_t, float*);
+using ScorePage = void (*)(const KvLayer&, const uint8_t*, const float*, float*, const Ahead*);
+using WeighValues = void (*)(const SplitPages&, const float*, int32_t, float*);
 
+// The inner loops by number of rows, from 1 to kTileRows.
 template <class Reader>
-struct PageKernels {
+struct RowKernels {
   static constexpr ScorePage kScore[] = {
-      score_page<Reader, 1>, score_page<Reader, 2>, score_page<Reader, 3>,         score_page<Reader, 4>,
-      score_page<Reader, 5>, score_page<Reader, 6>,
+      score_page<Reader, 1>, score_page<Reader, 2>, score_page<Reader, 3>,
+      score_page<Reader, 4>, score_page<Reader, 5>, score_page<Reader, 6>,
 #ifdef PW_ISA_avx512
       score_page<Reader, 7>, score_page<Reader, 8>,
 #endif
   };
-  static constexpr ValuePage kValue[] = {
-      value_page<Reader, 1>, value_page<Reader, 2>, value_page<Reader, 3>, value_page<Reader, 4>,
-      value_page<Reader, 5>, value_page<Reader, 6>,
+  static constexpr WeighValues kWeigh[] = {
+      weigh_values<Reader, 1, kTileLanes>, weigh_values<Reader, 2, kTileLanes>, weigh_values<Reader, 3, kTileLanes>,
+      weigh_values<Reader, 4, kTileLanes>, weigh_values<Reader, 5, kTileLanes>, weigh_values<Reader, 6, kTileLanes>,
 #ifdef PW_ISA_avx512
-      value_page<Reader, 7>, value_page<Reader, 8>,
+      weigh_values<Reader, 7, kTileLanes>, weigh_values<Reader, 8, kTileLanes>,
+#endif
+  };
+  static constexpr WeighValues kWeighLast[] = {  // 16 dimensions that are left over
+      weigh_values<Reader, 1, 1>, weigh_values<Reader, 2, 1>, weigh_values<Reader, 3, 1>,
+      weigh_values<Reader, 4, 1>, weigh_values<Reader, 5, 1>, weigh_values<Reader, 6, 1>,
+#ifdef PW_ISA_avx512
+      weigh_values<Reader, 7, 1>, weigh_values<Reader, 8, 1>,
 #endif
   };
 };
@@ -89,56 +97,91 @@ PW_INLINE Range tile_range(const AttentionTile& tile, int32_t start) {
           visible(tile, tile.first_position + tile.n_tokens - 1, start).end};
 }
 
+PW_INLINE int32_t lanes_down(int32_t n) { return n & ~(kLanes - 1); }
+PW_INLINE int32_t lanes_up(int32_t n) { return (n + kLanes - 1) & ~(kLanes - 1); }
+
+PW_INLINE void fill_zero(float* x, int32_t begin, int32_t end) {
+  for (int32_t i = begin; i < end; i += kLanes) store(x + i, zero());
+}
+
+// Takes scores that the row does not see, or that never were written, out of the vectors at both ends of `seen`.
+PW_INLINE void mask_ends(float* scores, Range seen) {
+  const Lanes none = splat(kNoScore);
+  const int32_t first = lanes_down(seen.begin), last = lanes_down(seen.end - 1);
+  store(scores + first, keep(load(scores + first), seen.begin - first, kLanes, none));
+  store(scores + last, keep(load(scores + last), 0, seen.end - last, none));
+}
+
 // Scores become weights: e^(score - largest) where the row sees the key, 0 elsewhere in `covered`.
 AttentionState weigh_row(float* scores, Range seen, Range covered, float softcap) {
-  const Lanes none = splat(kNoScore);
-  Lanes largest = none;
-  const int32_t begin = covered.begin & ~(kLanes - 1);
-  for (int32_t i = begin; i < covered.end; i += kLanes) {
-    Lanes s = load(scores + i);
-    if (softcap != 0.0f) s = splat(softcap) * tanh(s * splat(1.0f / softcap));
-    s = keep(s, seen.begin - i, seen.end - i, none);
-    store(scores + i, s);
-    largest = max(largest, s);
+  const int32_t begin = lanes_down(covered.begin), end = lanes_up(covered.end);
+  if (seen.begin >= seen.end) {
+    fill_zero(scores, begin, end);
+    return {kNoScore, 0.0f};
   }
+  const int32_t seen_begin = lanes_down(seen.begin), seen_end = lanes_up(seen.end);
+  fill_zero(scores, begin, seen_begin);
+  fill_zero(scores, seen_end, end);
+  if (softcap != 0.0f) soft_cap(scores + seen_begin, seen_end - seen_begin, softcap);
+  mask_ends(scores, seen);
+  Lanes largest = splat(kNoScore);
+  for (int32_t i = seen_begin; i < seen_end; i += kLanes) largest = max(largest, load(scores + i));
   const float top = reduce_max(largest);
   Lanes sums = zero();
-  for (int32_t i = begin; i < covered.end; i += kLanes) {
-    const Lanes weight = keep(exp(load(scores + i) - splat(top)), seen.begin - i, seen.end - i, zero());
+  for (int32_t i = seen_begin; i < seen_end; i += kLanes) {
+    const Lanes weight = exp(load(scores + i) - splat(top));
     store(scores + i, weight);
     sums = sums + weight;
   }
   return {top, reduce_add(sums)};
 }
 
+template <class Reader>
+void score_rows(const Work& work, const SplitPages& split, const uint8_t* after_split) {
+  const KvLayer& layer = *split.layer;
+  const int32_t end_page = (split.end + kPageTokens - 1) / kPageTokens;
+  for (int32_t page = split.begin / kPageTokens; page < end_page; ++page) {
+    const uint8_t* block = split.block(page);
+    const uint8_t* next = page + 1 < end_page ? split.block(page + 1) : after_split;
+    const Ahead ahead{block + layer.key_bytes, next, layer.key_bytes / layer.head_dim};
+    for (int32_t row = 0; row < work.n_rows; row += kTileRows)
+      RowKernels<Reader>::kScore[smaller(kTileRows, work.n_rows - row) - 1](
+          layer, block, work.query + row * layer.head_dim, work.scores + row * kSplitTokens + page * kPageTokens,
+          row == 0 ? &ahead : nullptr);
+  }
+}
+
+template <class Reader>
+void weigh_rows(const Work& work, const SplitPages& split) {
+  const int32_t head_dim = split.layer->head_dim;
+  for (int32_t dim = 0; dim < head_dim; dim += kTileLanes * kLanes) {
+    const bool is_whole = dim + kTileLanes * kLanes <= head_dim;
+    const WeighValues* kernels = is_whole ? RowKernels<Reader>::kWeigh : RowKernels<Reader>::kWeighLast;
+    for (int32_t row = 0; row < work.n_rows; row += kTileRows)
+      kernels[smaller(kTileRows, work.n_rows - row) - 1](split, work.scores + row * kSplitTokens, dim,
+                                                         work.sums + row * head_dim);
+  }
+}
+
+// The first block after a split, to be fetched early; the split's own last one where the sequence ends with it.
+PW_INLINE const uint8_t* block_after(const AttentionTile& tile, int32_t split) {
+  const int32_t last_page = (tile.first_position + tile.n_tokens - 1) / kPageTokens;
+  const int32_t next_page = (split + 1) * (kSplitTokens / kPageTokens);
+  return tile.layer->block(tile.pages[smaller(next_page, last_page)], tile.kv_head);
+}
+
 // Fills work.split and work.sums with the softmax of one split.
 template <class Reader>
 void run_split(const AttentionTile& tile, const Work& work, int32_t split) {
-  const KvLayer& layer = *tile.layer;
   const int32_t start = split * kSplitTokens;
   const Range covered = tile_range(tile, start);
-  const int32_t first_page = covered.begin / kPageTokens, end_page = (covered.end + kPageTokens - 1) / kPageTokens;
-  const int32_t* pages = tile.pages + start / kPageTokens;
-  for (int32_t page = first_page; page < end_page; ++page) {
-    const uint8_t* block = layer.block(pages[page], tile.kv_head);
-    for (int32_t row = 0; row < work.n_rows; row += kTileRows)
-      PageKernels<Reader>::kScore[smaller(kTileRows, work.n_rows - row) - 1](
-          layer, block, work.query + row * layer.head_dim, work.scores + row * kSplitTokens + page * kPageTokens);
-  }
+  const SplitPages pages{tile.layer, tile.pages + start / kPageTokens, tile.kv_head, covered.begin, covered.end};
+  score_rows<Reader>(work, pages, block_after(tile, split));
   for (int32_t row = 0; row < work.n_rows; ++row) {
     const Range seen = visible(tile, tile.first_position + row / tile.n_heads, start);
     work.split[row] = weigh_row(work.scores + row * kSplitTokens, seen, covered, tile.score_softcap);
   }
-  for (int32_t i = 0; i < work.n_rows * layer.head_dim; i += kLanes) store(work.sums + i, zero());
-  for (int32_t page = first_page; page < end_page; ++page) {
-    const uint8_t* block = layer.block(pages[page], tile.kv_head);
-    const int32_t begin = larger(0, covered.begin - page * kPageTokens);
-    const int32_t end = smaller(kPageTokens, covered.end - page * kPageTokens);
-    for (int32_t row = 0; row < work.n_rows; row += kTileRows)
-      PageKernels<Reader>::kValue[smaller(kTileRows, work.n_rows - row) - 1](
-          layer, block, work.scores + row * kSplitTokens + page * kPageTokens, begin, end,
-          work.sums + row * layer.head_dim);
-  }
+  weigh_rows<Reader>(work, pages);
 }
 
 void run_split_of_type(const AttentionTile& tile, const Work& work, int32_t split) {
@@ -151,11 +194,15 @@ void run_split_of_type(const AttentionTile& tile, const Work& work, int32_t spli
 // Adds the softmax of a split to the total of the splits before it.
 void merge(AttentionState* total, float* total_values, const AttentionState& part, const float* values,
            int32_t head_dim) {
+  if (total->sum == 0.0f) {  // what the general case comes to, without its cost
+    *total = part;
+    for (int32_t dim = 0; dim < head_dim; dim += kLanes) store(total_values + dim, load(values + dim));
+    return;
+  }
   const float largest = total->largest > part.largest ? total->largest : part.largest;
   const Lanes old_factor = exp(splat(total->largest - largest)), new_factor = exp(splat(part.largest - largest));
   const Lanes sum = fma(splat(part.sum), new_factor, splat(total->sum) * old_factor);
-  total->sum = _mm256_cvtss_f32(low_half(sum));
-  total->largest = largest;
+  *total = {largest, _mm256_cvtss_f32(low_half(sum))};
   for (int32_t dim = 0; dim < head_dim; dim += kLanes)
     store(total_values + dim, fma(load(values + dim), new_factor, load(total_values + dim) * old_factor));
 }

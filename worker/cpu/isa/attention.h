@@ -20,7 +20,6 @@ constexpr int32_t kPageTokens = PW_PAGE_TOKENS;
 
 // Readers of a block: `key(dim, token)` gives 16 tokens of one dimension, `value(token, dim)` 16 dimensions of one token.
 struct F16Reader {
-  static constexpr int32_t kScaleDims = 1 << 30;  // no scales
   const uint16_t* keys;
   const uint16_t* values;
   int32_t head_dim;
@@ -40,7 +39,6 @@ struct F16Reader {
 };
 
 struct Q8Reader {
-  static constexpr int32_t kScaleDims = kQuantBlock;
   const int8_t* keys;
   const int8_t* values;
   const uint16_t* key_scales;
@@ -69,19 +67,33 @@ struct Q8Reader {
   }
 };
 
-// scores[row * kSplitTokens + token] of the page's 32 tokens; `query` is packed [head_dim][R]
+// Fetches what is needed soon, a line per dimension of the page in work: the values of this page and the next page's
+// keys. Blocks are too short for the processor to see a stream in them.
+struct Ahead {
+  const uint8_t* values;
+  const uint8_t* next_keys;
+  int64_t bytes_per_dim;
+
+  PW_INLINE_MEMBER void fetch(int32_t dim) const {
+    _mm_prefetch(values + dim * bytes_per_dim, _MM_HINT_T0);
+    _mm_prefetch(next_keys + dim * bytes_per_dim, _MM_HINT_T0);
+  }
+};
+
+// scores[row * kSplitTokens + token] of the page's 32 tokens; `query` is packed [head_dim][R]; `ahead` may be NULL
 template <class Reader, int32_t R>
-void score_page(const KvLayer& layer, const uint8_t* block, const float* query, float* scores) {
+void score_page(const KvLayer& layer, const uint8_t* block, const float* query, float* scores, const Ahead* ahead) {
   const Reader reader(layer, block);
   for (int32_t token = 0; token < kPageTokens; token += kTileLanes * kLanes) {
     Lanes sums[R][kTileLanes];
     for (int32_t r = 0; r < R; ++r)
       for (int32_t l = 0; l < kTileLanes; ++l) sums[r][l] = zero();
-    for (int32_t begin = 0; begin < layer.head_dim; begin += Reader::kScaleDims) {
+    for (int32_t begin = 0; begin < layer.head_dim; begin += kQuantBlock) {
       Lanes scales[kTileLanes];
       for (int32_t l = 0; l < kTileLanes; ++l) scales[l] = reader.key_scale(begin, token + l * kLanes);
-      const int32_t end = layer.head_dim - begin < Reader::kScaleDims ? layer.head_dim : begin + Reader::kScaleDims;
+      const int32_t end = layer.head_dim - begin < kQuantBlock ? layer.head_dim : begin + kQuantBlock;
       for (int32_t dim = begin; dim < end; ++dim) {
+        if (ahead) ahead->fetch(dim);
         Lanes keys[kTileLanes];
         for (int32_t l = 0; l < kTileLanes; ++l) keys[l] = reader.key(dim, token + l * kLanes, scales[l]);
 #pragma GCC unroll 8
@@ -90,42 +102,48 @@ void score_page(const KvLayer& layer, const uint8_t* block, const float* query, 
           for (int32_t l = 0; l < kTileLanes; ++l) sums[r][l] = fma(q, keys[l], sums[r][l]);
         }
       }
-      if (end == layer.head_dim) break;
     }
     for (int32_t r = 0; r < R; ++r)
       for (int32_t l = 0; l < kTileLanes; ++l) store(scores + r * kSplitTokens + token + l * kLanes, sums[r][l]);
   }
 }
 
-// sums[row, dims dim .. dim + 16 L) += weight of token * value of token, for tokens [begin, end) of the page
+// The keys and values of one head in one split: positions [begin, end) of it, `pages` from its start.
+struct SplitPages {
+  const KvLayer* layer;
+  const int32_t* pages;
+  int32_t kv_head;
+  int32_t begin;
+  int32_t end;
+
+  PW_INLINE_MEMBER const uint8_t* block(int32_t page) const { return layer->block(pages[page], kv_head); }
+};
+
+// sums[row, dim .. dim + 16 L) = weight of token * value of token over the split; weights[row * kSplitTokens + token]
 template <class Reader, int32_t R, int32_t L>
-PW_INLINE void add_values(const Reader& reader, const float* weights, int32_t begin, int32_t end, int32_t dim,
-                          float* sums) {
+void weigh_values(const SplitPages& split, const float* weights, int32_t dim, float* sums) {
   Lanes total[R][L];
   for (int32_t r = 0; r < R; ++r)
-    for (int32_t l = 0; l < L; ++l) total[r][l] = load(sums + r * reader.head_dim + dim + l * kLanes);
-  for (int32_t token = begin; token < end; ++token) {
-    const Lanes scale = reader.value_scale(token, dim);
-    Lanes values[L];
-    for (int32_t l = 0; l < L; ++l) values[l] = reader.value(token, dim + l * kLanes, scale);
+    for (int32_t l = 0; l < L; ++l) total[r][l] = zero();
+  for (int32_t begin = split.begin; begin < split.end;) {
+    const int32_t page = begin / kPageTokens, start = page * kPageTokens;
+    const int32_t end = start + kPageTokens < split.end ? start + kPageTokens : split.end;
+    const Reader reader(*split.layer, split.block(page));
+    for (int32_t token = begin; token < end; ++token) {
+      const Lanes scale = reader.value_scale(token - start, dim);
+      Lanes values[L];
+      for (int32_t l = 0; l < L; ++l) values[l] = reader.value(token - start, dim + l * kLanes, scale);
 #pragma GCC unroll 8
-    for (int32_t r = 0; r < R; ++r) {
-      const Lanes weight = splat(weights[r * kSplitTokens + token]);
-      for (int32_t l = 0; l < L; ++l) total[r][l] = fma(weight, values[l], total[r][l]);
+      for (int32_t r = 0; r < R; ++r) {
+        const Lanes weight = splat(weights[r * kSplitTokens + token]);
+        for (int32_t l = 0; l < L; ++l) total[r][l] = fma(weight, values[l], total[r][l]);
+      }
     }
+    begin = end;
   }
+  const int32_t head_dim = split.layer->head_dim;
   for (int32_t r = 0; r < R; ++r)
-    for (int32_t l = 0; l < L; ++l) store(sums + r * reader.head_dim + dim + l * kLanes, total[r][l]);
-}
-
-template <class Reader, int32_t R>
-void value_page(const KvLayer& layer, const uint8_t* block, const float* weights, int32_t begin, int32_t end,
-                float* sums) {
-  const Reader reader(layer, block);
-  int32_t dim = 0;
-  for (; dim + kTileLanes * kLanes <= layer.head_dim; dim += kTileLanes * kLanes)
-    add_values<Reader, R, kTileLanes>(reader, weights, begin, end, dim, sums);
-  if (dim < layer.head_dim) add_values<Reader, R, 1>(reader, weights, begin, end, dim, sums);
+    for (int32_t l = 0; l < L; ++l) store(sums + r * head_dim + dim + l * kLanes, total[r][l]);
 }
 
 }  // namespace pw::PW_ISA

@@ -1,4 +1,4 @@
-// The table of this level's kernels (matmul.h). Constant data and plain functions: nothing wide runs before it is chosen.
+// The table of this level's kernels (matmul.h): constant data, so nothing wide runs before it is chosen.
 #include "isa/matmul_kernels.h"
 
 #include "formats.h"

@@ -44,6 +44,18 @@ inline void run_tiles(const Matmul& m, int32_t group, const uint8_t* packed, con
   }
 }
 
+// With few tokens the core runs ahead of the loads by itself and prefetching only costs; with more the multiplications
+// of one group fill its window, and the stream of weights has to be asked for.
+template <int T>
+constexpr bool kPrefetches = T >= (kLanes == 16 ? 5 : 3);
+constexpr int kPrefetchBytes = 4096;
+
+inline void prefetch_ahead(const uint8_t* from, int n_bytes) {
+  for (int line = 0; line < n_bytes; line += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(from + kPrefetchBytes + line), _MM_HINT_T0);
+  }
+}
+
 template <int V, int T>
 inline void store_tile(const TileJob& job, int first_lane, const Floats (&values)[V][T]) {
   for (int t = 0; t < T; t++) {
