@@ -88,6 +88,10 @@ class StepInputs:
         self.page_tables[sequence, : len(used)] = used
         self._pages[sequence] = used
 
+    def copy_from(self, other: StepInputs) -> None:
+        """Take over the host block of another device's inputs of the same limits."""
+        self._host.array[:] = other._host.array
+
     def upload(self, n_sequences: int) -> None:
         """Queue the copy of all that a step of so many sequences reads."""
         size_bytes = self._header_bytes + _INT32_BYTES * n_sequences * self.limits.max_pages
