@@ -1,6 +1,6 @@
 // What every kernel needs and CUDA's headers would otherwise bring: short types, half conversions, sums over warps
-// and blocks, dependent launch, bulk copies into shared memory, tensor-core products. Functions are __device__ by
-// the compiler's -default-device.
+// and blocks, dependent launch, bulk copies into shared memory, tensor-core products. All assembly is in this file:
+// tests/cuda/emulation has its twin in plain C++, with which the other sources run on a CPU.
 #pragma once
 typedef signed char i8;
 typedef unsigned char u8;
@@ -11,6 +11,7 @@ typedef long long i64;
 
 #define INLINE __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 #define FULL_WARP 0xffffffffu
 #define HAS_HOPPER (__CUDA_ARCH__ >= 900)
 #define HAS_AMPERE (__CUDA_ARCH__ >= 800)
