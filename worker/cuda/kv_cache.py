@@ -50,9 +50,7 @@ def cache_bytes(layers: tuple[KvLayer, ...], kv_type: str, n_pages: int) -> int:
 class DeviceKvCache:
     """`layers[i]` are the arrays of KV layer i; page `scratch_page` belongs to nobody."""
 
-    def __init__(
-        self, memory: DeviceMemory, layers: tuple[KvLayer, ...], kv_type: str, n_pages: int
-    ) -> None:
+    def __init__(self, memory: DeviceMemory, layers: tuple[KvLayer, ...], kv_type: str, n_pages: int) -> None:
         self._device = memory.device
         self.n_pages, self.scratch_page = n_pages, n_pages
         self.layers = tuple(self._allocate(memory, layer, kv_type == "q8_0") for layer in layers)

@@ -7,7 +7,7 @@ decision about data in here: only which call with which addresses.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from worker.cuda.kernel_set import KernelSet, Matrix
 from worker.cuda.kv_cache import DeviceKvCache
@@ -40,6 +40,17 @@ class DeviceWeights:
 def matrix_sources(oplist: OpList) -> set[int]:
     """Buffers that matrices multiply, including the product that a MOE op makes of its own."""
     return {op.inputs[0] for op in oplist.ops if op.kind in _MATRIX_OPS}
+
+
+def values_are_read(oplist: OpList, at: int, buffer: int) -> bool:
+    """Whether anything but a matrix reads what op `at` leaves in `buffer`, before it is written again."""
+    for op in oplist.ops[at + 1 :]:
+        multiplies = op.kind in (OpKind.LINEAR, OpKind.MOE)
+        if buffer in op.inputs and not (multiplies and op.inputs[0] == buffer):
+            return True
+        if buffer in op.outputs:
+            return False
+    return False
 
 
 def buffer_bytes(oplist: OpList, max_tokens: int, max_outputs: int) -> int:
@@ -90,7 +101,10 @@ class Lowering:
         self.buffers, self.weights, self.cache = buffers, weights, cache
 
     def launches(self) -> tuple[Launch, ...]:
-        return tuple(Launch(op.kind, op.layer, _LOWER[op.kind](self, op)) for op in self.oplist.ops)
+        return tuple(
+            Launch(op.kind, op.layer, _LOWER[op.kind](self, op, index))
+            for index, op in enumerate(self.oplist.ops)
+        )
 
     def inputs(self, op: Op) -> tuple[Rows, ...]:
         return tuple(self.buffers[index] for index in op.inputs)
@@ -100,6 +114,11 @@ class Lowering:
 
     def vector(self, index: int) -> int:
         return 0 if index < 0 else self.weights.vectors[index]
+
+    def product(self, op: Op, at: int) -> Rows:
+        """The one output of a norm, attention or gated product, with what its readers want of it."""
+        rows = self.buffers[op.outputs[0]]
+        return replace(rows, values_are_read=values_are_read(self.oplist, at, op.outputs[0]))
 
     def matrices(self, op: Op) -> tuple[Matrix, ...]:
         return tuple(self.weights.matrices[index] for index in op.weights)
@@ -118,18 +137,18 @@ def _rows_of(lowering: Lowering, buffer: int) -> Callable[[StepShape], int]:
     return lambda shape: shape.n_tokens
 
 
-def _embed(lowering: Lowering, op: Op) -> Enqueue:
+def _embed(lowering: Lowering, op: Op, at: int) -> Enqueue:
     table, (out,), scale = lowering.weights.tables[op.weights[0]], lowering.outputs(op), op.floats[0]
     return lambda shape: lowering.kernels.embed(shape, table, out, scale)
 
 
-def _rms_norm(lowering: Lowering, op: Op) -> Enqueue:
-    (source,), (out,), weight = lowering.inputs(op), lowering.outputs(op), lowering.vector(op.weights[0])
+def _rms_norm(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    (source,), out, weight = lowering.inputs(op), lowering.product(op, at), lowering.vector(op.weights[0])
     rows, eps, add = _rows_of(lowering, op.inputs[0]), op.floats[0], bool(op.ints[0])
     return lambda shape: lowering.kernels.rms_norm(rows(shape), source, weight, out, eps, add, shape)
 
 
-def _linear(lowering: Lowering, op: Op) -> Enqueue:
+def _linear(lowering: Lowering, op: Op, at: int) -> Enqueue:
     (source,), outs, matrices = lowering.inputs(op), lowering.outputs(op), lowering.matrices(op)
     biases = tuple(lowering.vector(index) for index in op.biases)
     rows, accumulate, (scale, softcap) = _rows_of(lowering, op.inputs[0]), bool(op.ints[1]), op.floats
@@ -138,7 +157,7 @@ def _linear(lowering: Lowering, op: Op) -> Enqueue:
     )
 
 
-def _rope_store(lowering: Lowering, op: Op) -> Enqueue:
+def _rope_store(lowering: Lowering, op: Op, at: int) -> Enqueue:
     query, key, value = lowering.inputs(op)
     q_norm, k_norm, frequencies = (lowering.vector(index) for index in op.weights)
     cache = lowering.cache.layers[op.ints[5]]
@@ -147,24 +166,24 @@ def _rope_store(lowering: Lowering, op: Op) -> Enqueue:
     )
 
 
-def _attention(lowering: Lowering, op: Op) -> Enqueue:
-    (query,), (out,), cache = lowering.inputs(op), lowering.outputs(op), lowering.cache.layers[op.ints[5]]
+def _attention(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    (query,), out, cache = lowering.inputs(op), lowering.product(op, at), lowering.cache.layers[op.ints[5]]
     return lambda shape: lowering.kernels.attention(shape, query, out, op.ints, op.floats, cache)
 
 
-def _glu(lowering: Lowering, op: Op) -> Enqueue:
-    (gate, up), (out,), activation = lowering.inputs(op), lowering.outputs(op), op.ints[0]
+def _glu(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    (gate, up), out, activation = lowering.inputs(op), lowering.product(op, at), op.ints[0]
     rows = _rows_of(lowering, op.inputs[0])
     return lambda shape: lowering.kernels.glu(rows(shape), gate, up, out, activation, shape)
 
 
-def _router(lowering: Lowering, op: Op) -> Enqueue:
+def _router(lowering: Lowering, op: Op, at: int) -> Enqueue:
     (source,), (ids, weights), (matrix,) = lowering.inputs(op), lowering.outputs(op), lowering.matrices(op)
     bias, scale = lowering.vector(op.biases[0]), op.floats[0]
     return lambda shape: lowering.kernels.router(shape, source, matrix, bias, ids, weights, op.ints, scale)
 
 
-def _moe(lowering: Lowering, op: Op) -> Enqueue:
+def _moe(lowering: Lowering, op: Op, at: int) -> Enqueue:
     (source, ids, weights), (out,) = lowering.inputs(op), lowering.outputs(op)
     gate, up, down = lowering.matrices(op)
     activation, accumulate = op.ints[0], bool(op.ints[2])
@@ -173,17 +192,17 @@ def _moe(lowering: Lowering, op: Op) -> Enqueue:
     )
 
 
-def _select(lowering: Lowering, op: Op) -> Enqueue:
+def _select(lowering: Lowering, op: Op, at: int) -> Enqueue:
     (source,), (out,) = lowering.inputs(op), lowering.outputs(op)
     return lambda shape: lowering.kernels.select(shape, source, out)
 
 
-def _sample(lowering: Lowering, op: Op) -> Enqueue:
+def _sample(lowering: Lowering, op: Op, at: int) -> Enqueue:
     (logits,), n_vocab = lowering.inputs(op), op.ints[0]
     return lambda shape: lowering.kernels.sample(shape, logits, n_vocab)
 
 
-_LOWER: dict[OpKind, Callable[[Lowering, Op], Enqueue]] = {
+_LOWER: dict[OpKind, Callable[[Lowering, Op, int], Enqueue]] = {
     OpKind.EMBED: _embed,
     OpKind.RMS_NORM: _rms_norm,
     OpKind.LINEAR: _linear,

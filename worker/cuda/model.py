@@ -58,9 +58,7 @@ def samples(oplist: OpList) -> bool:
     return any(op.kind == OpKind.SAMPLE for op in oplist.ops)
 
 
-def predict(
-    oplist: OpList, kernels: KernelSet, limits: StepLimits, kv_type: str, n_pages: int
-) -> DeviceNeed:
+def predict(oplist: OpList, kernels: KernelSet, limits: StepLimits, kv_type: str, n_pages: int) -> DeviceNeed:
     """Bytes by purpose, before anything is allocated. Raises EngineStartError for a type without kernels."""
     workspace = buffer_bytes(oplist, limits.max_tokens, limits.max_outputs)
     workspace += aligned(kernels.scratch_bytes(oplist, limits.max_tokens, limits.max_outputs))

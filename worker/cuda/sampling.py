@@ -40,8 +40,8 @@ class SamplingLimits:
 
 
 class SamplingBuffers:
-    """`history`, `bias_ids`, `bias_values`: pinned pools to fill before `upload_pools`. `sampled`, `tokens`: the answers
-    after a step. `address_of` has the device's copies.
+    """`history`, `bias_ids`, `bias_values`: pinned pools to fill before `upload_pools`. `sampled`, `tokens`: the
+    answers after a step. `address_of` has the device's copies.
     """
 
     def __init__(self, memory: DeviceMemory, limits: SamplingLimits) -> None:

@@ -168,5 +168,7 @@ def read_exactly(file: int, view: memoryview, offset_bytes: int) -> None:
     while done < len(view):
         count = os.preadv(file, [view[done:]], offset_bytes + done)
         if count <= 0:
-            raise OSError(f"the model file ended {len(view) - done} bytes early: it changed while it was read")
+            raise OSError(
+                f"the model file ended {len(view) - done} bytes early: it changed while it was read"
+            )
         done += count

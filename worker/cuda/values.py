@@ -14,7 +14,8 @@ class Rows:
 
     Buffers that matrices multiply also have room for their rows in the forms that kernels want: int8 `codes`
     [rows, width] with f32 `scales` and `sums` [rows, width / 32] for few rows, f16 `halves` [rows, width] for many.
-    Which form is filled is the producing kernel's affair; 0 is no such form.
+    Which form is filled is the producing kernel's affair; 0 is no such form. `values_are_read`: something else than
+    a matrix wants the f32 too.
     """
 
     values: int
@@ -23,6 +24,7 @@ class Rows:
     scales: int = 0
     sums: int = 0
     halves: int = 0
+    values_are_read: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,7 @@ class PreparedStep:
 class BatchWriter:
     """Fills the input blocks. Rows of a decode bucket that no sequence uses write to the scratch page."""
 
-    def __init__(
-        self, decode: StepInputs, prefill: StepInputs, tile_rows: int, scratch_page: int
-    ) -> None:
+    def __init__(self, decode: StepInputs, prefill: StepInputs, tile_rows: int, scratch_page: int) -> None:
         self._decode, self._prefill = decode, prefill
         self._tile_rows, self._scratch_page = tile_rows, scratch_page
         bucket = decode.limits.max_tokens

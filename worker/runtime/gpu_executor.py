@@ -1,4 +1,4 @@
-"""The executor of models that are on GPUs, wholly or by layers: writes a step's inputs once, runs its sections in order.
+"""The executor of models on GPUs, wholly or by layers: writes the inputs of a step once, runs its sections in order.
 
 Wholly on one GPU there is one section, and a decoded token is one graph launch.
 """

@@ -72,22 +72,16 @@ class GpuSection:
         self._inputs.upload(shape.n_sequences)
         if self._receives and self._residual is not None:
             size_bytes = shape.n_tokens * self._residual.row_bytes
-            self.model.device.copy_in(
-                self.model.buffer(RESIDUAL).values, self._residual.address, size_bytes
-            )
+            self.model.device.copy_in(self.model.buffer(RESIDUAL).values, self._residual.address, size_bytes)
 
     def _after(self, shape: StepShape) -> None:
         if self._sends and self._residual is not None:
             size_bytes = shape.n_tokens * self._residual.row_bytes
-            self.model.device.copy_out(
-                self._residual.address, self.model.buffer(RESIDUAL).values, size_bytes
-            )
+            self.model.device.copy_out(self._residual.address, self.model.buffer(RESIDUAL).values, size_bytes)
         if self._has_head and self.model.sampling is not None:
             self.model.sampling.fetch(shape)
 
-    def run(
-        self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag
-    ) -> list[SampledToken] | None:
+    def run(self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken] | None:
         """Raises StepCancelled, StepFailed for logits that can not be used."""
         self.model.device.bind()
         shape = self._localised(prepared)
@@ -122,9 +116,7 @@ class CpuSection:
         self._has_head = any(op.kind == OpKind.SAMPLE for op in executor.oplist.ops)
         self._rows = executor.step.buffer_view(executor.oplist.buffer_index(RESIDUAL))
 
-    def run(
-        self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag
-    ) -> list[SampledToken] | None:
+    def run(self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken] | None:
         count = batch.n_tokens
         if self._receives:
             _copy_rows(self._rows, self._residual.rows, count)

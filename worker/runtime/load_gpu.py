@@ -60,7 +60,9 @@ def load_gpu(
         for name in sorted({section.device for section in sections if section.device != "cpu"})
     }
     if not models:
-        raise EngineStartError("no unit of this model matches the placement's GPUs; run `placewright plan` again")
+        raise EngineStartError(
+            "no unit of this model matches the placement's GPUs; run `placewright plan` again"
+        )
     executor = loader.executor(models, sections)
     executor.warm_up(min(placement.max_sequences, BUCKETS[-1]))
     executor.load_s = time.monotonic() - started
@@ -85,7 +87,11 @@ class _Loader:
         self.limits = step_limits(placement, max_outputs)
 
     def device_model(
-        self, name: str, sections: tuple[Section, ...], make_device: DeviceFactory, make_kernels: KernelFactory
+        self,
+        name: str,
+        sections: tuple[Section, ...],
+        make_device: DeviceFactory,
+        make_kernels: KernelFactory,
     ) -> DeviceModel:
         own = tuple(
             op
