@@ -16,6 +16,7 @@ from worker.cuda.values import Rows, RowTable, StepShape
 from worker.ops.oplist import Buffer, Op, OpKind, OpList
 
 GROUP = 32  # activations that share a scale
+_FLOAT_TYPES = ("F32", "F16", "BF16")
 _MATRIX_OPS = (OpKind.LINEAR, OpKind.ROUTER, OpKind.MOE)
 
 
@@ -43,14 +44,21 @@ def matrix_sources(oplist: OpList) -> set[int]:
 
 
 def values_are_read(oplist: OpList, at: int, buffer: int) -> bool:
-    """Whether anything but a matrix reads what op `at` leaves in `buffer`, before it is written again."""
+    """Whether anything reads the f32 that op `at` leaves in `buffer`, before it is written again: all but quantised
+    matrices do.
+    """
     for op in oplist.ops[at + 1 :]:
-        multiplies = op.kind in (OpKind.LINEAR, OpKind.MOE)
-        if buffer in op.inputs and not (multiplies and op.inputs[0] == buffer):
+        multiplies = op.kind in (OpKind.LINEAR, OpKind.MOE) and op.inputs[0] == buffer
+        if buffer in op.inputs and not (multiplies and _is_quantised(oplist, op)):
             return True
         if buffer in op.outputs:
             return False
     return False
+
+
+def _is_quantised(oplist: OpList, op: Op) -> bool:
+    tensors = [oplist.weights[index].tensor for index in op.weights]
+    return all(tensor is not None and tensor.type not in _FLOAT_TYPES for tensor in tensors)
 
 
 def buffer_bytes(oplist: OpList, max_tokens: int, max_outputs: int) -> int:
