@@ -106,7 +106,17 @@ def _sources_text() -> str:
 def _build(text: str, flags: list[str], path: Path) -> None:
     """The emulation's common.cuh comes first and its guard keeps the real one out."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    command = [COMPILER or "g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-x", "c++", "-ffp-contract=off"]
+    command = [
+        COMPILER or "g++",
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-w",
+        "-x",
+        "c++",
+        "-ffp-contract=off",
+    ]
     command += [*flags, f"-I{_merged_sources()}", "-", "-o", str(temporary)]
     done = subprocess.run(command, input=text, text=True, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
