@@ -102,59 +102,6 @@ INLINE void let_next_start() {
 // ---- copies into shared memory ----
 INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
-// One barrier per arriving thread and phase; `bytes` of bulk copies complete it. Without Hopper the copies are
-// ordinary ones by the calling warp, and the waits are warp barriers.
-INLINE void barrier_init(u64* barrier) {
-#if HAS_HOPPER
-  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-#endif
-}
-INLINE void barrier_init_fence() {
-#if HAS_HOPPER
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-INLINE void barrier_expect(u64* barrier, u32 bytes) {
-#if HAS_HOPPER
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-#endif
-}
-INLINE void barrier_wait(u64* barrier, u32 parity) {
-#if HAS_HOPPER
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  } while (!done);
-#else
-  __syncwarp();
-#endif
-}
-// `bytes` (a multiple of 16, both sides 16-byte aligned) from global to shared memory; call with one lane on Hopper
-INLINE void bulk_copy(void* target, const void* source, u32 bytes, u64* barrier) {
-#if HAS_HOPPER
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(target)),
-               "l"(source), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-#endif
-}
-// The whole warp calls: `bytes` start to move; visible to the warp after barrier_wait(barrier, parity).
-INLINE void warp_copy(void* target, const void* source, u32 bytes, u64* barrier) {
-#if HAS_HOPPER
-  if (lane_id() == 0) {
-    barrier_expect(barrier, bytes);
-    bulk_copy(target, source, bytes, barrier);
-  }
-#else
-  for (u32 i = lane_id() * 16; i < bytes; i += 512) *(uint4*)((u8*)target + i) = load_once((const u8*)source + i);
-#endif
-}
 // 16 bytes per thread, asynchronous from Ampere on; `valid` false writes zeros
 INLINE void copy_async16(void* target, const void* source, bool valid) {
 #if HAS_AMPERE
@@ -174,6 +121,63 @@ template <int PENDING>
 INLINE void copy_async_wait() {
 #if HAS_AMPERE
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// A ring of stages that one warp fills with copies and reads itself; one 64-bit barrier per stage. On Hopper one lane
+// issues bulk copies; on Ampere the warp issues small asynchronous ones, in order, one group per fill; before that the
+// copies are plain. All lanes call all of these.
+INLINE void ring_init(u64* barriers, int n_stages) {
+#if HAS_HOPPER
+  if (lane_id() == 0)
+    for (int i = 0; i < n_stages; i++)
+      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barriers + i)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+#endif
+}
+// A fill of `bytes` in all begins: from one or more ring_copy, then ring_commit.
+INLINE void ring_expect(u64* barrier, u32 bytes) {
+#if HAS_HOPPER
+  if (lane_id() == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+#endif
+}
+// `bytes` is a multiple of 16 and both sides are 16-byte aligned
+INLINE void ring_copy(void* target, const void* source, u32 bytes, u64* barrier) {
+#if HAS_HOPPER
+  if (lane_id() == 0)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(target)),
+                 "l"(source), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+#else
+  for (u32 i = lane_id() * 16; i < bytes; i += 512) copy_async16((u8*)target + i, (const u8*)source + i, true);
+#endif
+}
+// Ends a fill; also called for a fill of nothing, to keep the count of groups.
+INLINE void ring_commit() {
+#if !HAS_HOPPER
+  copy_async_commit();
+#endif
+}
+// The fill of a stage is there; PENDING later fills may be under way. `round` counts the uses of this stage.
+template <int PENDING>
+INLINE void ring_wait(u64* barrier, u32 round) {
+#if HAS_HOPPER
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(round & 1)
+        : "memory");
+  } while (!done);
+#else
+  copy_async_wait<PENDING>();
+  __syncwarp();
 #endif
 }
 

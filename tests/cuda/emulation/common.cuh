@@ -155,13 +155,14 @@ float block_sum(float value, float* scratch) {
 
 inline void wait_for_inputs() {}
 inline void let_next_start() {}
-inline void barrier_init(u64*) {}
-inline void barrier_init_fence() {}
-inline void barrier_expect(u64*, u32) {}
-inline void barrier_wait(u64*, u32) { __syncwarp(); }
-inline void warp_copy(void* target, const void* source, u32 bytes, u64*) {
+inline void ring_init(u64*, int) {}
+inline void ring_expect(u64*, u32) {}
+inline void ring_copy(void* target, const void* source, u32 bytes, u64*) {
   for (u32 i = lane_id() * 16; i < bytes; i += 512) std::memcpy((u8*)target + i, (const u8*)source + i, 16);
 }
+inline void ring_commit() {}
+template <int PENDING>
+void ring_wait(u64*, u32) { __syncwarp(); }
 inline void copy_async16(void* target, const void* source, bool valid) {
   if (valid) std::memcpy(target, source, 16);
   else std::memset(target, 0, 16);
