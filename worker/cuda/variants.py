@@ -1,0 +1,68 @@
+"""Every kernel variant that is compiled without a GPU in the tests: (source, definitions).
+
+Shapes are compile-time constants of many kernels; here each type and each branch stands once, with small shapes.
+A family of kernels adds its variants with a function of its own module listed in `_FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+Variant = tuple[str, dict[str, int | float | str]]
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 120)
+
+
+_FLOATS, _QUANTISED = (0, 1, 30), (2, 3, 6, 7, 8, 10, 11, 12, 13, 14)  # ggml type ids
+
+
+def _repack_variants() -> Iterator[Variant]:
+    for kind in _QUANTISED:
+        yield "repack.cu", {"WEIGHT_TYPE": kind, "COLS": 256}
+    yield "quantise.cu", {}
+
+
+def _gemv_variants() -> Iterator[Variant]:
+    shape = {"COLS": 512, "WARPS": 8, "STAGES": 2, "ROWS": 1}
+    for kind in _FLOATS:
+        yield "gemv.cu", {**shape, "TYPE_0": kind, "N_PARTS": 1, "TOKENS": 2, "PROLOGUE": 1}
+    for kind in _QUANTISED:
+        yield "gemv.cu", {**shape, "TYPE_0": kind, "N_PARTS": 1, "TOKENS": 1, "PROLOGUE": 2}
+    mixed = {"TYPE_0": 12, "TYPE_1": 12, "TYPE_2": 14, "N_PARTS": 3}
+    yield "gemv.cu", {**shape, **mixed, "TOKENS": 8, "ROWS": 2, "PROLOGUE": 0}
+    yield "gemv.cu", {**shape, **mixed, "TOKENS": 1, "PROLOGUE": 1}
+
+
+def _moe_variants() -> Iterator[Variant]:
+    shape = {"COLS": 512, "WARPS": 8, "STAGES": 1, "ROWS": 1, "N_EXPERTS": 8, "N_USED": 2, "TYPE_0": 12}
+    for activation, tokens, choose, prologue in ((0, 1, 1, 2), (1, 4, 0, 0)):
+        common = {"ACTIVATION": activation, "TOKENS": tokens, "CHOOSE": choose, "CHOOSE_EARLY": choose}
+        yield "moe.cu", {**shape, **common, "PROLOGUE": prologue, "GATE_UP": 1}
+        yield "moe.cu", {**shape, **common, "PROLOGUE": 1, "TYPE_0": 14}
+
+
+_FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+Variant = tuple[str, dict[str, int | float | str]]
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 120)
+
+
+def _matmul_variants() -> Iterator[Variant]:
+    yield from ()
+
+
+_FAMILIES: tuple[Callable[[], Iterator[Variant]], ...] = (
+    _repack_variants,
+    _gemv_variants,
+    _moe_variants,
+)
+
+
+def all_variants() -> list[Variant]:
+    return [variant for family in _FAMILIES for variant in family()]
