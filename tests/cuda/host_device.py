@@ -60,7 +60,7 @@ class HostDevice:
         self._recording: list[Callable[[], None]] | None = None
 
     def used_bytes(self) -> int:
-        return sum(array.nbytes for array in self._allocations.values())
+        return sum(array.nbytes - 256 for array in self._allocations.values())
 
     def free_bytes(self) -> int:
         return self.total_bytes - self.used_bytes()
@@ -68,10 +68,11 @@ class HostDevice:
     def allocate(self, size_bytes: int) -> int:
         if size_bytes > self.free_bytes():
             raise EngineStartError(f"no room for {size_bytes} bytes")
-        array = np.full(size_bytes, 0xFF, np.uint8)  # f32 and f16 NaN: what was not written must not be read
-        self._allocations[array.ctypes.data] = array
+        array = np.full(size_bytes + 256, 0xFF, np.uint8)  # NaN: what was not written must not be read
+        address = -(-array.ctypes.data // 256) * 256
+        self._allocations[address] = array
         self.peak_bytes = max(self.peak_bytes, self.used_bytes())
-        return array.ctypes.data
+        return address
 
     def release(self, address: int) -> None:
         del self._allocations[address]

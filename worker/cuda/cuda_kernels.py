@@ -38,11 +38,12 @@ def _routers(oplist: OpList) -> list[Op]:
 
 
 class CudaKernels(KernelSet):
-    """KernelSet on one device's compute stream."""
+    """KernelSet on one device's compute stream. `pdl`: kernels may start while the one in front of them ends."""
 
-    def __init__(self, device: Device) -> None:
-        self.launcher = Launcher(device.ordinal, device.stream)
-        self._matmul = Matmul(self.launcher)
+    def __init__(self, device: Device, launcher: Launcher | None = None, pdl: bool = True) -> None:
+        self.launcher = launcher or Launcher(device.ordinal, device.stream)
+        self.pdl = pdl
+        self._matmul = Matmul(self.launcher, pdl)
         self._sampling: SamplingBuffers | None = None
         self._attention_scratch = self._router_scratch = 0
 
@@ -96,13 +97,13 @@ class CudaKernels(KernelSet):
 
     def embed(self, shape: StepShape, table: RowTable, out: Rows, scale: float) -> None:
         rows = FileRows(table.type_id, table.address, table.row_bytes, table.columns)
-        ops.embed(self.launcher, rows, shape.inputs.token_ids, shape.n_tokens, scale, out.values)
+        ops.embed(self.launcher, rows, shape.inputs.token_ids, shape.n_tokens, scale, out.values, pdl=self.pdl)
 
     def rms_norm(
         self, rows: int, source: Rows, weight: int, out: Rows, eps: float, add: bool, shape: StepShape
     ) -> None:
         forms = Outputs(values=out.values) if add else self._forms(rows, out)
-        ops.rms_norm(self.launcher, source.values, weight, rows, source.width, eps, forms, accumulate=add)
+        ops.rms_norm(self.launcher, source.values, weight, rows, source.width, eps, forms, accumulate=add, pdl=self.pdl)
 
     def linear(
         self,
@@ -142,6 +143,7 @@ class CudaKernels(KernelSet):
             rope,
             _pointers(cache),
             _step(shape),
+            pdl=self.pdl,
         )
 
     def attention(
@@ -169,9 +171,10 @@ class CudaKernels(KernelSet):
             _step(shape),
             scores,
             wanted,
+            pdl=self.pdl,
         )
         if forms.codes:  # so few rows that the matrices after it read codes
-            ops.convert(self.launcher, out.values, shape.n_tokens, out.width, forms)
+            ops.convert(self.launcher, out.values, shape.n_tokens, out.width, forms, pdl=self.pdl)
 
     def _decode_attention(
         self,
@@ -195,6 +198,7 @@ class CudaKernels(KernelSet):
             plan,
             self._attention_scratch,
             forms,
+            pdl=self.pdl,
         )
 
     def glu(self, rows: int, gate: Rows, up: Rows, out: Rows, activation: int, shape: StepShape) -> None:
@@ -231,6 +235,7 @@ class CudaKernels(KernelSet):
             ids.values,
             weights.values,
             self._router_scratch,
+            pdl=self.pdl,
         )
 
     def moe(
@@ -254,6 +259,7 @@ class CudaKernels(KernelSet):
             shape.n_outputs,
             source.width,
             out.values,
+            pdl=self.pdl,
         )
 
     def sample(self, shape: StepShape, logits: Rows, n_vocab: int) -> None:
@@ -269,6 +275,7 @@ class CudaKernels(KernelSet):
                 n_vocab,
                 places["tokens"],
                 sampling.workspace,
+                pdl=self.pdl,
             )
             return
         sampler.sample(
@@ -283,6 +290,7 @@ class CudaKernels(KernelSet):
             places["sampled"],
             places["tokens"],
             sampling.workspace,
+            pdl=self.pdl,
         )
 
 
