@@ -41,22 +41,6 @@ def _moe_variants() -> Iterator[Variant]:
         yield "moe.cu", {**shape, **common, "PROLOGUE": 1, "TYPE_0": 14}
 
 
-_FAMILIES`.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-
-Variant = tuple[str, dict[str, int | float | str]]
-
-ARCHITECTURES = (75, 80, 86, 89, 90, 120)
-
-
-def _matmul_variants() -> Iterator[Variant]:
-    yield from ()
-
-
 _FAMILIES: tuple[Callable[[], Iterator[Variant]], ...] = (
     _repack_variants,
     _gemv_variants,
