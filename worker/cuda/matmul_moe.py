@@ -194,9 +194,8 @@ def _function(
         "PROLOGUE": prologue,
         "CHOOSE": int(isinstance(choice, RouterRule)),
         "CHOOSE_EARLY": int(isinstance(choice, RouterRule) and not is_gate_up),
-        **({"GATE_UP": 1} if is_gate_up else {}),
     }
-    return launcher.function("moe.cu", name, defines)
+    return launcher.function(f"moe_{name}.cu", name, defines)
 
 
 def _router_struct(choice: Chosen | RouterRule) -> _RouterStruct:

@@ -37,24 +37,8 @@ def _moe_variants() -> Iterator[Variant]:
     shape = {"COLS": 512, "WARPS": 8, "STAGES": 1, "ROWS": 1, "N_EXPERTS": 8, "N_USED": 2, "TYPE_0": 12}
     for activation, tokens, choose, prologue in ((0, 1, 1, 2), (1, 4, 0, 0)):
         common = {"ACTIVATION": activation, "TOKENS": tokens, "CHOOSE": choose, "CHOOSE_EARLY": choose}
-        yield "moe.cu", {**shape, **common, "PROLOGUE": prologue, "GATE_UP": 1}
-        yield "moe.cu", {**shape, **common, "PROLOGUE": 1, "TYPE_0": 14}
-
-
-_FAMILIES`.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-
-Variant = tuple[str, dict[str, int | float | str]]
-
-ARCHITECTURES = (75, 80, 86, 89, 90, 120)
-
-
-def _matmul_variants() -> Iterator[Variant]:
-    yield from ()
+        yield "moe_gate_up.cu", {**shape, **common, "TYPE_1": 12, "PROLOGUE": prologue}
+        yield "moe_down.cu", {**shape, **common, "PROLOGUE": 1 - tokens // 4, "TYPE_0": 14}
 
 
 _FAMILIES: tuple[Callable[[], Iterator[Variant]], ...] = (
