@@ -202,3 +202,11 @@ INLINE void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
       : "r"(a2), "r"(a3), "r"(b1));
 #endif
 }
+// Four 8 x 8 tiles of halves from shared memory: lane 8 i + r gives the address of row r (16 bytes) of tile i; word i of
+// lane 4 g + t gets columns 2t, 2t + 1 of row g of tile i.
+INLINE void load_tiles(u32 (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row))
+               : "memory");
+}

@@ -1,14 +1,9 @@
-"""Matrix products on the device, for the executor: dense matrices and mixtures of experts, any number of tokens.
+"""Matrix-vector products on the device: up to three matrices of one input, 1 to GEMV_TOKENS tokens in a launch.
 
-    linear(launcher, parts, source, n_tokens, ...)      y_j (+)= W_j x for up to three matrices of one input
-    moe(launcher, experts, router, source, ...)         y (+)= sum over chosen experts (see matmul_moe.py)
-    quantise(launcher, values, n_tokens, cols, target)  f32 rows to 8-bit codes, where no kernel in front did it
-
-`source` is an `Activations`: the f32 rows and, for quantised weights at up to GEMV_TOKENS tokens, their codes. With
-`norm` (pointer of the norm's weights, epsilon) the kernels normalise and quantise `source.values` themselves; with
-`codes == 0` they quantise. That is meant for one token, where it saves launches.
-All pointers are device addresses as plain ints; all calls only enqueue. Nothing is allocated: what more than
-GEMV_TOKENS tokens need is in `workspace`, whose size `prefill.workspace_bytes` gives.
+`source` is an `Activations`: the f32 rows and, for quantised weights, their 8-bit codes. With `norm` the kernel
+normalises and quantises `source.values` itself; with `codes == 0` it quantises. That is meant for one token, where
+it saves launches. All pointers are device addresses as plain ints; all calls only enqueue; nothing is allocated.
+`linear.py` is what an executor calls.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ _FLOATS, _QUANTISED = (0, 1, 30), (2, 3, 6, 7, 8, 10, 11, 12, 13, 14)  # ggml ty
 def _repack_variants() -> Iterator[Variant]:
     for kind in _QUANTISED:
         yield "repack.cu", {"WEIGHT_TYPE": kind, "COLS": 256}
+        yield "halves.cu", {"WEIGHT_TYPE": kind, "COLS": 256}
     yield "quantise.cu", {}
+    yield "group.cu", {}
 
 
 def _gemv_variants() -> Iterator[Variant]:
@@ -61,12 +63,23 @@ def _attention_variants() -> Iterator[Variant]:
             yield "attention_prefill.cu", {**cache, **tile}
 
 
+def _prefill_variants() -> Iterator[Variant]:
+    shape = {"COLS": 512, "ACTIVATION": 0}
+    for kind in (*_FLOATS, *_QUANTISED):
+        yield "mma.cu", {**shape, "TYPE_0": kind, "TYPE_1": kind, "TOKEN_TILE": 16, "BUFFERS": 1, "GLU": 0}
+    for tile, buffers in ((32, 2), (64, 1), (64, 2)):
+        common = {"TOKEN_TILE": tile, "BUFFERS": buffers, "TYPE_0": 12, "TYPE_1": 12}
+        yield "mma.cu", {**shape, **common, "GLU": 1}
+    yield "mma.cu", {**shape, "TYPE_0": 14, "TYPE_1": 14, "TOKEN_TILE": 64, "BUFFERS": 2, "GLU": 0}
+
+
 _FAMILIES: tuple[Callable[[], Iterator[Variant]], ...] = (
     _repack_variants,
     _gemv_variants,
     _moe_variants,
     _element_variants,
     _attention_variants,
+    _prefill_variants,
 )
 
 

@@ -187,3 +187,12 @@ inline void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
     return 0;
   });
 }
+
+inline void load_tiles(u32 (&out)[4], const void* row) {
+  struct Address { const u8* p; };
+  simt::exchange(Address{(const u8*)row}, [&](auto from) {
+    for (unsigned i = 0; i < 4; i++)
+      std::memcpy(&out[i], from(8 * i + simt::lane() / 4).p + simt::lane() % 4 * 4, 4);
+    return 0;
+  });
+}
