@@ -7,7 +7,6 @@ scales [page][kv_head][32][head_dim / 32]. Device pointers are plain integers; n
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,7 +86,9 @@ class StepPointers:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """`q_norm`, `k_norm`: f32 [head_dim] or 0; `inverse_frequencies`: f32 [rope_dim / 2]; style 0 interleaved, 1 half."""
+    """`q_norm`, `k_norm`: f32 [head_dim] or 0; `inverse_frequencies`: f32 [rope_dim / 2]; style 0 interleaved,
+    1 half.
+    """
 
     q_norm: int
     k_norm: int
@@ -155,33 +156,61 @@ class DecodePlan:
     """How one decode launch is cut: fixed when a graph is captured, right for every context up to the page table's end.
 
     `tensor_cores`: the form for long contexts; `n_splits` blocks share the positions of a kv head; `heads_per_block`
-    query heads share its loads; `n_warps` per block.
+    query heads share its loads; `n_warps` per block, each with `n_stages` pages under way (tensor cores only).
     """
 
     tensor_cores: bool
     n_splits: int
     heads_per_block: int
     n_warps: int
+    n_stages: int = 1
+
+
+_MAX_SPLITS = 64
+_MAX_BLOCKS_PER_SM = 2
+_COUNTERS = 16384
+_PAGES_IN_SHARED = ((4, 2), (4, 1), (2, 1), (1, 1))
+"""Warps and stages of the tensor-core form, best first: the first that fits is taken."""
 
 
 def plan_decode(launcher: Launcher, heads: Heads, n_rows: int, context_tokens: int) -> DecodePlan:
     """A plan for `n_rows` sequences of about `context_tokens`: correct for any context, fast for this one."""
     tensor_cores = context_tokens > SHORT_CONTEXT_TOKENS
     if tensor_cores:
-        heads_per_block, n_warps = min(heads.group, 16), _tensor_core_warps(launcher, heads)
+        heads_per_block = min(heads.group, 16)
+        n_warps, n_stages = _pages_in_shared(launcher, heads)
         pages_per_split = 2 * n_warps
     else:
-        heads_per_block, n_warps = (2 if heads.group % 2 == 0 else 1), 8
+        heads_per_block, n_warps, n_stages = (2 if heads.group % 2 == 0 else 1), 8, 1
         pages_per_split = 2
     pages = max(1, -(-context_tokens // PAGE_TOKENS))
     blocks = n_rows * heads.n_kv_heads * -(-heads.group // heads_per_block)
     wanted = max(1, -(-pages // pages_per_split))
     room = max(1, _MAX_BLOCKS_PER_SM * launcher.sm_count // blocks)
-    return DecodePlan(tensor_cores, min(wanted, room, _MAX_SPLITS), heads_per_block, n_warps)
+    return DecodePlan(tensor_cores, min(wanted, room, _MAX_SPLITS), heads_per_block, n_warps, n_stages)
 
 
-_MAX_SPLITS = 64
-_MAX_BLOCKS_PER_SM = 2
+def _pages_in_shared(launcher: Launcher, heads: Heads) -> tuple[int, int]:
+    for n_warps, n_stages in _PAGES_IN_SHARED:
+        has_copies = launcher.capability >= 80 or n_stages == 1
+        plan = DecodePlan(True, 1, min(heads.group, 16), n_warps, n_stages)
+        if has_copies and _long_shared_bytes(heads, plan) <= launcher.shared_bytes:
+            return n_warps, n_stages
+    raise EngineError(
+        f"heads of {heads.head_dim} values do not fit into {launcher.shared_bytes} bytes of shared memory"
+    )
+
+
+def _long_shared_bytes(heads: Heads, plan: DecodePlan) -> int:
+    """The pages of all warps; at the end the same memory takes the sums and masses of the warps."""
+    pages = plan.n_warps * plan.n_stages * 2 * PAGE_TOKENS * _row_bytes(heads)
+    sums = plan.n_warps * plan.heads_per_block * (4 * (heads.head_dim + 4) + 8)
+    return max(pages, sums)
+
+
+def _row_bytes(heads: Heads) -> int:
+    """A key or value in shared memory: f16 and 16 bytes between rows."""
+    return 2 * (heads.head_dim + 8)
 
 
 def decode_workspace_bytes(launcher: Launcher, heads: Heads, max_rows: int) -> int:
@@ -189,13 +218,8 @@ def decode_workspace_bytes(launcher: Launcher, heads: Heads, max_rows: int) -> i
     largest = 0
     for rows in range(1, max_rows + 1):
         for context in (SHORT_CONTEXT_TOKENS, 1 << 20):
-            splits = plan_decode(launcher, heads, rows, context).n_splits
-            largest = max(largest, rows * splits)
-    return _counter_bytes(heads, max_rows) + 4 * largest * heads.n_heads * (heads.head_dim + 2)
-
-
-def _counter_bytes(heads: Heads, n_rows: int) -> int:
-    return 4 * (-(-n_rows * heads.n_heads // 64) * 64)
+            largest = max(largest, rows * plan_decode(launcher, heads, rows, context).n_splits)
+    return 4 * _COUNTERS + 4 * largest * heads.n_heads * (heads.head_dim + 2)
 
 
 def decode_attention(
@@ -219,12 +243,15 @@ def decode_attention(
     heads.check(is_q8=kv.is_q8)
     outputs.check(heads.head_dim)
     head_blocks = -(-heads.group // plan.heads_per_block)
-    counters, partials = workspace, workspace + _counter_bytes(heads, n_rows)
+    if n_rows * heads.n_kv_heads * head_blocks > _COUNTERS:
+        raise EngineError(f"decode attention of {n_rows} sequences at once: use fewer")
+    counters, partials = workspace, workspace + 4 * _COUNTERS
     defines = _defines(heads, kv) | {"HEADS": plan.heads_per_block, "WARPS": plan.n_warps}
     shared_bytes = 0
     if plan.tensor_cores:
+        defines |= {"STAGES": plan.n_stages}
         function = launcher.function("attention_decode_long.cu", "attention_decode_long", defines)
-        shared_bytes = _long_shared_bytes(heads, plan.n_warps)
+        shared_bytes = _long_shared_bytes(heads, plan)
     else:
         function = launcher.function("attention_decode.cu", "attention_decode", defines)
     args = (
@@ -283,7 +310,8 @@ def prefill_attention(
     if outputs.codes:
         raise EngineError("prefill attention writes f32 and f16 only")
     rows = prefill_tile_rows(heads)
-    defines = _defines(heads, kv) | {"TILE_ROWS": rows}
+    n_stages = _prefill_stages(launcher, heads)
+    defines = _defines(heads, kv) | {"TILE_ROWS": rows, "STAGES": n_stages}
     function = launcher.function("attention_prefill.cu", "attention_prefill", defines)
     args = (
         query,
@@ -297,9 +325,19 @@ def prefill_attention(
         outputs.values,
         outputs.halves,
     )
-    shared_bytes = _prefill_shared_bytes(launcher, heads, kv)
+    shared_bytes = n_stages * _prefill_stage_bytes(heads)
     launcher.launch(function, (heads.n_heads, n_tiles), 2 * rows, shared_bytes, args, pdl)
 
 
-def _defines(heads: Heads, kv: KvPointers) -> Mapping[str, int]:
+def _prefill_stage_bytes(heads: Heads) -> int:
+    positions = 32 if heads.head_dim > 128 else 64
+    return 2 * positions * _row_bytes(heads)
+
+
+def _prefill_stages(launcher: Launcher, heads: Heads) -> int:
+    fits = 2 * _prefill_stage_bytes(heads) <= launcher.shared_bytes
+    return 2 if launcher.capability >= 80 and fits else 1
+
+
+def _defines(heads: Heads, kv: KvPointers) -> dict[str, int]:
     return {"HEAD_DIM": heads.head_dim, "KV_Q8": int(kv.is_q8)}

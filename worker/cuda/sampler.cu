@@ -3,15 +3,30 @@
 // exp((logit - largest) / temperature), and a random number that depends on (seed, draw) alone.
 #include "selection.cuh"
 
+// A row's part of the workspace; all but `changed` is 0 between launches.
+struct RowScratch {
+  u64* best;
+  u32* counter;
+  float* changed;  // [n_vocab]
+  int* counts;     // [n_vocab]
+
+  __device__ __forceinline__ RowScratch(u8* workspace, int row, int n_vocab) {
+    u8* own = workspace + (u64)row * (16 + 8 * (u64)n_vocab);
+    best = (u64*)own;
+    counter = (u32*)(own + 8);
+    changed = (float*)(own + 16);
+    counts = (int*)changed + n_vocab;
+  }
+};
+
 // ---- greedy ----
 
 // A row's best so far: the packed (key, not id) makes ties go to the lower id; NaN keys are above all others.
 extern "C" __global__ void __launch_bounds__(1024)
-    greedy(const float* logits, int n_vocab, int* tokens, u64* workspace) {
+    greedy(const float* logits, int n_vocab, int* tokens, u8* workspace) {
   __shared__ u64 best[32];
   start_after_previous();
-  u64* row_best = workspace + 2 * blockIdx.y;
-  u32* counter = (u32*)(row_best + 1);
+  const RowScratch scratch(workspace, blockIdx.y, n_vocab);
   const float* row = logits + (u64)blockIdx.y * n_vocab;
   u64 own = 0;
   const int first = blockIdx.x * kGreedyChunk, end = min(first + kGreedyChunk, n_vocab);
@@ -22,10 +37,10 @@ extern "C" __global__ void __launch_bounds__(1024)
   __syncthreads();
   if (threadIdx.x < 32) {
     own = warp_max_packed(best[threadIdx.x]);
-    if (threadIdx.x == 0) atomicMax(row_best, own);
+    if (threadIdx.x == 0) atomicMax(scratch.best, own);
   }
-  if (!is_last_block(counter, gridDim.x) || threadIdx.x) return;
-  const u64 winner = atomicExch(row_best, 0ull);
+  if (!is_last_block(scratch.counter, gridDim.x) || threadIdx.x) return;
+  const u64 winner = atomicExch(scratch.best, 0ull);
   const float value = value_of_key((u32)(winner >> 32));
   tokens[blockIdx.y] = is_finite(value) ? (int)~(u32)winner : -1;
 }
@@ -189,7 +204,7 @@ __device__ __forceinline__ void finish(Sampled& out, int* tokens, int token, int
 }
 
 // grid: rows
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     sample(const float* logits, int n_vocab, const Sampler* samplers, const int* history, const int* bias_ids,
            const float* bias_values, Sampled* sampled, int* tokens, u8* workspace) {
   __shared__ Shared shared;
@@ -200,9 +215,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (!is_finite(raw.largest)) return finish(out, tokens, 0, raw.largest != raw.largest ? kHasNan : kNoLargest);
   Row row = raw;
   if (s.target < 0 && (has_penalties(s) || s.n_bias > 0)) {
-    float* changed = (float*)(workspace + 16 * gridDim.x) + 2 * (u64)blockIdx.x * n_vocab;
-    change_row(raw.logits, n_vocab, s, history, bias_ids, bias_values, changed, (int*)changed + n_vocab);
-    row = look_at(shared, changed, n_vocab);
+    const RowScratch scratch(workspace, blockIdx.x, n_vocab);
+    change_row(raw.logits, n_vocab, s, history, bias_ids, bias_values, scratch.changed, scratch.counts);
+    row = look_at(shared, scratch.changed, n_vocab);
     if (!is_finite(row.largest)) return finish(out, tokens, 0, kNothingLeft);
   }
   const int token = s.target >= 0 ? s.target : s.temperature > 0.0f ? draw_token(shared, row, s) : row.first_largest;

@@ -62,7 +62,7 @@ c_int = ctypes.c_int32
 
 def workspace_bytes(max_rows: int, n_vocab: int) -> int:
     """Scratch of both functions; it has to be zeroed once, before the first call."""
-    return 16 * max_rows + 8 * max_rows * n_vocab
+    return max_rows * (16 + 8 * n_vocab)
 
 
 def greedy(

@@ -77,13 +77,16 @@ __device__ __forceinline__ Row look_at(Shared& shared, const float* logits, int 
   return row;
 }
 
+// Finite also for a temperature so small that its inverse is not: the largest logit's weight stays 1.
+__device__ __forceinline__ float inverse_of(float temperature) { return fminf(1.0f / temperature, 3e38f); }
+
 __device__ __forceinline__ float weight_of(const Row& row, float logit, float inverse_temperature) {
   return expf((logit - row.largest) * inverse_temperature);
 }
 
 // Sum of exp((logit - largest) / temperature) over the tokens from `lowest` up.
 __device__ __forceinline__ double row_mass(Shared& shared, const Row& row, float temperature, u64 lowest) {
-  const float inverse = 1.0f / temperature;
+  const float inverse = inverse_of(temperature);
   float sum = 0.0f;
 #pragma unroll 8
   for (int id = threadIdx.x; id < row.n; id += kThreads) {
@@ -179,7 +182,7 @@ __device__ __forceinline__ u64 lowest_of_mass(Shared& shared, const Row& row, fl
 // that holds the drawn point is then walked over in steps of 32.
 __device__ __forceinline__ int draw_from_row(Shared& shared, const Row& row, float temperature, u64 lowest, double u) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, length = (row.n + 31) / 32;
-  const float inverse = 1.0f / temperature;
+  const float inverse = inverse_of(temperature);
   const auto weight = [&](int id, int end) {
     if (id >= end) return 0.0f;
     const float logit = row.logits[id];

@@ -1,4 +1,4 @@
-"""Kernels without a GPU: the .cu files compiled as C++ over `primitives.cuh` beside this file, launched in this process.
+"""Kernels without a GPU: the .cu files compiled as C++ over `primitives.cuh` of this folder, run in this process.
 
 Slow and exact enough to check index arithmetic, barriers and edge cases of every kernel on any machine with g++.
 """
@@ -92,7 +92,7 @@ class EmulatedLauncher:
 
 
 class EmulatedMemory:
-    """"Device" arrays in host memory; addresses are aligned as a GPU's allocations are."""
+    """ "Device" arrays in host memory; addresses are aligned as a GPU's allocations are."""
 
     def __init__(self) -> None:
         self._arrays: dict[int, NDArray[Any]] = {}
