@@ -27,9 +27,7 @@ class ModelLauncher:
         self._functions: dict[str, Any] = {}
         self.n_launches = 0
 
-    def function(
-        self, source: str, name: str, defines: Mapping[str, int | float | str] | None = None
-    ) -> Any:
+    def function(self, source: str, name: str, defines: Mapping[str, int | float | str] | None = None) -> Any:
         key = repr((source, name, sorted((defines or {}).items())))
         if key not in self._functions:
             launcher = self._launchers[source in MATRIX_SOURCES]

@@ -97,13 +97,17 @@ class CudaKernels(KernelSet):
 
     def embed(self, shape: StepShape, table: RowTable, out: Rows, scale: float) -> None:
         rows = FileRows(table.type_id, table.address, table.row_bytes, table.columns)
-        ops.embed(self.launcher, rows, shape.inputs.token_ids, shape.n_tokens, scale, out.values, pdl=self.pdl)
+        ops.embed(
+            self.launcher, rows, shape.inputs.token_ids, shape.n_tokens, scale, out.values, pdl=self.pdl
+        )
 
     def rms_norm(
         self, rows: int, source: Rows, weight: int, out: Rows, eps: float, add: bool, shape: StepShape
     ) -> None:
         forms = Outputs(values=out.values) if add else self._forms(rows, out)
-        ops.rms_norm(self.launcher, source.values, weight, rows, source.width, eps, forms, accumulate=add, pdl=self.pdl)
+        ops.rms_norm(
+            self.launcher, source.values, weight, rows, source.width, eps, forms, accumulate=add, pdl=self.pdl
+        )
 
     def linear(
         self,
