@@ -96,7 +96,7 @@ class GpuExecutor:
             model.device.bind()
             model.cache.copy_page(source, destination)
         for section in self.sections:
-            if isinstance(section, CpuSection) and section.executor.oplist.kv_layers:
+            if isinstance(section, CpuSection):
                 section.executor.copy_page(source, destination)
 
     @property

@@ -81,12 +81,11 @@ def native_executor(
         threads=threads,
         progress=progress,
     )
-    kv = library.kv_create(
-        KV_TYPES[placement.kv_type],
-        [layer.n_kv_heads for layer in oplist.kv_layers],
-        [layer.head_dim for layer in oplist.kv_layers],
-        n_pages,
-    )
+    kv = None
+    if oplist.kv_layers:
+        heads = [layer.n_kv_heads for layer in oplist.kv_layers]
+        head_dims = [layer.head_dim for layer in oplist.kv_layers]
+        kv = library.kv_create(KV_TYPES[placement.kv_type], heads, head_dims, n_pages)
     ops, buffers = lowered_structs(oplist)
     ubatch = max(placement.ubatch_tokens, placement.max_sequences)
     step = library.step_create(ops, weights.structs, buffers, ubatch, max_outputs, team, kv)
