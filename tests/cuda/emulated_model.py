@@ -11,7 +11,16 @@ from tests.cuda.emulator.device import EmulatedLauncher
 from tests.cuda.host_device import HostDevice
 from worker.cuda.cuda_kernels import CudaKernels
 
-MATRIX_SOURCES = ("gemv.cu", "moe.cu", "quantise.cu", "repack.cu")
+MATRIX_SOURCES = (
+    "gemv.cu",
+    "moe_gate_up.cu",
+    "moe_down.cu",
+    "quantise.cu",
+    "repack.cu",
+    "halves.cu",
+    "group.cu",
+    "mma.cu",
+)
 
 
 class ModelLauncher:
@@ -57,6 +66,6 @@ def emulated_kernels(folder: Path) -> Any:
     """A kernel factory for `load_gpu`."""
 
     def make(device: HostDevice) -> CudaKernels:
-        return CudaKernels(device, ModelLauncher(device, folder))  # type: ignore[arg-type]
+        return CudaKernels(device, ModelLauncher(device, folder), make_blas=lambda _: None)  # type: ignore[arg-type]
 
     return make

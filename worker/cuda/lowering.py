@@ -71,10 +71,10 @@ def buffer_bytes(oplist: OpList, max_tokens: int, max_outputs: int) -> int:
 
 
 def _part_bytes(buffer: Buffer, is_source: bool, rows: int) -> list[int]:
-    """values, then codes, scales, sums and halves of a buffer that matrices multiply."""
+    """values, then codes, scales and sums of a buffer that matrices multiply."""
     values = rows * buffer.width
     groups = rows * -(-buffer.width // GROUP)
-    parts = [4 * values] + ([values, 4 * groups, 4 * groups, 2 * values] if is_source else [])
+    parts = [4 * values] + ([values, 4 * groups, 4 * groups] if is_source else [])
     return [aligned(part) for part in parts]
 
 
