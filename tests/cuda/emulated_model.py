@@ -11,16 +11,8 @@ from tests.cuda.emulator.device import EmulatedLauncher
 from tests.cuda.host_device import HostDevice
 from worker.cuda.cuda_kernels import CudaKernels
 
-MATRIX_SOURCES = (
-    "gemv.cu",
-    "moe_gate_up.cu",
-    "moe_down.cu",
-    "quantise.cu",
-    "repack.cu",
-    "halves.cu",
-    "group.cu",
-    "mma.cu",
-)
+_MATRIX_STEMS = ("gemv", "moe_gate_up", "moe_down", "quantise", "repack", "halves", "group", "mma")
+MATRIX_SOURCES = tuple(f"{stem}.cu" for stem in _MATRIX_STEMS)
 
 
 class ModelLauncher:
