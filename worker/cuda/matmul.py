@@ -165,6 +165,7 @@ def _gemv_group(
         row_bytes,
         n_tokens * token_bytes(cols, floats),
         _rows_at_once(launcher, n_rows, n_tokens),
+        n_tokens,
     )
     if tiling is None or n_tokens > GEMV_TOKENS:
         _split_tokens(launcher, parts, source, n_tokens, norm, epilogue, pdl)
