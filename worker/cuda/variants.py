@@ -44,6 +44,26 @@ def _moe_variants() -> Iterator[Variant]:
         yield "moe_down.cu", {**shape, **common, "PROLOGUE": 1 - tokens // 4, "TYPE_0": 14}
 
 
+def _element_variants() -> Iterator[Variant]:
+    for kind in (*_FLOATS, *_QUANTISED):
+        yield "elementwise.cu", {"FILE_TYPE": kind}
+    yield "elementwise.cu", {"VECTORS": 8}
+    for is_f16 in (0, 1):
+        yield "router.cu", {"MATRIX_F16": is_f16}
+    yield "sampler.cu", {}
+
+
+def _attention_variants() -> Iterator[Variant]:
+    for head_dim in (64, 80, 96, 128, 256):
+        for is_q8 in (0, 1) if head_dim % 32 == 0 else (0,):
+            cache = {"HEAD_DIM": head_dim, "KV_Q8": is_q8}
+            yield "rope.cu", cache
+            yield "attention_decode.cu", {**cache, "HEADS": 2 - is_q8, "WARPS": 8}
+            yield "attention_decode_long.cu", {**cache, "HEADS": 8, "WARPS": 4, "STAGES": 2 - is_q8}
+            tile = {"TILE_ROWS": 64 if head_dim > 128 else 128, "STAGES": 2 - is_q8}
+            yield "attention_prefill.cu", {**cache, **tile}
+
+
 def _prefill_variants() -> Iterator[Variant]:
     shape = {"COLS": 512, "ACTIVATION": 0}
     for kind in (*_FLOATS, *_QUANTISED):
@@ -58,6 +78,8 @@ _FAMILIES: tuple[Callable[[], Iterator[Variant]], ...] = (
     _repack_variants,
     _gemv_variants,
     _moe_variants,
+    _element_variants,
+    _attention_variants,
     _prefill_variants,
 )
 
