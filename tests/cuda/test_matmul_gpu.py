@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.cuda import matmul_checks as checks
+from tests.cuda import prefill_checks
 from tests.cuda.devices import GpuDevice, why_no_gpu
+from worker.cuda.blas import CuBlas
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu() or "-")]
 
@@ -13,6 +15,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_no_gpu()), reason=why
 @pytest.fixture(scope="module")
 def device() -> GpuDevice:
     return GpuDevice()
+
+
+@pytest.fixture(scope="module")
+def blas(device: GpuDevice) -> CuBlas:
+    return CuBlas(device.stream.ptr)
 
 
 def _cols(name: str, n: int) -> int:
@@ -58,3 +65,33 @@ def test_mixture(device: GpuDevice, down: str, n_tokens: int, in_kernel: bool) -
     checks.check_moe(
         device, ("Q4_0", "Q5_0", down), n_tokens, shape, in_kernel=in_kernel, activation=1, sigmoid=in_kernel
     )
+
+
+@pytest.mark.parametrize("name", checks.FLOAT_TYPES + checks.QUANT_TYPES)
+@pytest.mark.parametrize(("rows", "cols"), [(37, 256), (520, 2048)])
+def test_tensor_cores(device: GpuDevice, name: str, rows: int, cols: int) -> None:
+    for n_tokens in (1, 17, 33, 200):
+        prefill_checks.check_tensor_cores(device, name, n_tokens, rows, cols)
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "Q4_0", "Q5_1", "Q8_0"])
+def test_tensor_cores_on_odd_widths(device: GpuDevice, name: str) -> None:
+    prefill_checks.check_tensor_cores(device, name, 50, 130, 288)
+
+
+@pytest.mark.parametrize("n_tokens", [9, 16, 17, 63, 64, 300])
+def test_dispatch(device: GpuDevice, blas: CuBlas, n_tokens: int) -> None:
+    for names in (("Q4_K", "Q4_K", "Q6_K"), ("F16", "Q8_0", "F32"), ("Q5_K",)):
+        prefill_checks.check_linear(device, blas, names, n_tokens, 512)
+
+
+@pytest.mark.parametrize("name", checks.QUANT_TYPES + checks.FLOAT_TYPES)
+def test_blas(device: GpuDevice, blas: CuBlas, name: str) -> None:
+    prefill_checks.check_linear(device, blas, (name,), 130, 256)
+
+
+@pytest.mark.parametrize("down", ["Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("n_tokens", [9, 100, 700])
+def test_grouped_experts(device: GpuDevice, down: str, n_tokens: int) -> None:
+    prefill_checks.check_grouped(device, ("Q4_K", "Q4_K", down), n_tokens, (512, 256, 32, 4))
+    prefill_checks.check_grouped(device, ("Q4_0", "Q5_0", down), n_tokens, (256, 256, 16, 2), activation=1)

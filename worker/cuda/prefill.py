@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_uint64
-from typing import Any, Protocol
+from typing import Protocol
 
 from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix, is_float

@@ -22,6 +22,7 @@ def _repack_variants() -> Iterator[Variant]:
         yield "halves.cu", {"WEIGHT_TYPE": kind, "COLS": 256}
     yield "quantise.cu", {}
     yield "group.cu", {}
+    yield "probe.cu", {}
 
 
 def _gemv_variants() -> Iterator[Variant]:
