@@ -1,0 +1,113 @@
+"""The matrix products of one device: the executor's view on `linear.py`, with the scratch and cuBLAS they need."""
+
+from __future__ import annotations
+
+from worker.cuda import linear
+from worker.cuda.driver import Launcher
+from worker.cuda.formats import GpuMatrix
+from worker.cuda.matmul import Activations, Epilogue, Part
+from worker.cuda.matmul_moe import Chosen, Experts
+from worker.cuda.memory import aligned
+from worker.cuda.prefill import Blas, matrix_halves_bytes
+from worker.cuda.values import Rows
+from worker.model.types import BY_NAME
+from worker.ops.oplist import OpKind, OpList
+
+# A matrix that would take more than this as f16 (a head) is multiplied with its weights unpacked in the kernel instead.
+MOST_HALVES_BYTES = 256 << 20
+
+
+def matrix_shape(oplist: OpList, index: int) -> GpuMatrix:
+    """A weight of the op list as the wrappers know matrices, at no address."""
+    tensor = oplist.weights[index].tensor
+    assert tensor is not None
+    return GpuMatrix(BY_NAME[tensor.type].id, tensor.rows, tensor.columns, 0, tensor.experts)
+
+
+class Products:
+    """`pdl`: kernels may start while the one in front of them ends. `blas`: None where there is no cuBLAS."""
+
+    def __init__(self, launcher: Launcher, blas: Blas | None, pdl: bool) -> None:
+        self._launcher, self._blas, self._pdl = launcher, blas, pdl
+        self._scratch = 0
+
+    def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:
+        """Of the largest product of a step of up to so many rows."""
+        shapes: set[tuple[OpKind, tuple[GpuMatrix, ...], int, int]] = set()
+        for op in oplist.ops:
+            if op.kind in (OpKind.LINEAR, OpKind.MOE):
+                rows = max_outputs if oplist.buffers[op.inputs[0]].is_output else max_tokens
+                matrices = tuple(matrix_shape(oplist, index) for index in op.weights)
+                shapes.add((op.kind, matrices, rows, op.ints[1]))
+        return max((self._shape_bytes(*shape) for shape in shapes), default=0)
+
+    def _shape_bytes(self, kind: OpKind, matrices: tuple[GpuMatrix, ...], rows: int, n_used: int) -> int:
+        if kind == OpKind.MOE:
+            experts = Experts(*matrices, n_used)
+            return max(linear.moe_workspace_bytes(experts, count) for count in range(1, rows + 1))
+        parts = [Part(matrix, 0, 0) for matrix in matrices]
+        if self._blas_for(matrices) is None:  # halves of the activations only
+            return aligned(2 * rows * matrices[0].cols)
+        return linear.linear_workspace_bytes(parts, rows)
+
+    def use_scratch(self, address: int) -> None:
+        self._scratch = address
+
+    def _blas_for(self, matrices: tuple[GpuMatrix, ...]) -> Blas | None:
+        fits = all(matrix_halves_bytes(matrix) <= MOST_HALVES_BYTES for matrix in matrices)
+        return self._blas if fits else None
+
+    def linear(
+        self,
+        rows: int,
+        source: Rows,
+        matrices: tuple[GpuMatrix, ...],
+        outs: tuple[Rows, ...],
+        biases: tuple[int, ...],
+        accumulate: bool,
+        scale: float,
+        softcap: float,
+    ) -> None:
+        if not rows:
+            return
+        parts = [
+            Part(matrix, out.values, out.width, bias)
+            for matrix, out, bias in zip(matrices, outs, biases, strict=True)
+        ]
+        linear.linear(
+            self._launcher,
+            parts,
+            _activations(source),
+            rows,
+            epilogue=Epilogue(accumulate, scale if scale != 1.0 else 0.0, softcap),
+            blas=self._blas_for(matrices),
+            workspace=self._scratch,
+            pdl=self._pdl,
+        )
+
+    def moe(
+        self,
+        rows: int,
+        source: Rows,
+        ids: Rows,
+        weights: Rows,
+        stacks: tuple[GpuMatrix, GpuMatrix, GpuMatrix],
+        out: Rows,
+        activation: int,
+        accumulate: bool,
+    ) -> None:
+        linear.moe(
+            self._launcher,
+            Experts(*stacks, ids.width, activation),
+            Chosen(ids.values, weights.values),
+            _activations(source),
+            rows,
+            out.values,
+            self._scratch,
+            accumulate=accumulate,
+            pdl=self._pdl,
+        )
+
+
+def _activations(source: Rows) -> Activations:
+    return Activations(source.values, source.codes, source.scales, source.sums)
