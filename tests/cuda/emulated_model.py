@@ -54,6 +54,13 @@ class ModelLauncher:
         )
 
 
+class ShapesOnlyLauncher:
+    """For predictions of bytes: the facts of an H200, and nothing to launch."""
+
+    has_dependent_launch = True
+    capability, sm_count, shared_bytes, l2_bytes = 90, 132, 227 * 1024, 50 << 20
+
+
 def emulated_kernels(folder: Path) -> Any:
     """A kernel factory for `load_gpu`."""
 
