@@ -1,41 +1,29 @@
-"""`machine`: every kernel test runs emulated, and on a GPU where `-m gpu` asks for it."""
+"""`machine`: a kernel test that takes it runs emulated, and on a GPU where `-m gpu` asks for it."""
 
 from __future__ import annotations
-
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.cuda.machine import Machine
-
-
-def gpu_absence() -> str | None:
-    try:
-        import cupy
-
-        return None if cupy.cuda.runtime.getDeviceCount() else "no CUDA device"
-    except Exception as error:  # whatever is missing, the reason is shown with the skip
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
+from tests.cuda.devices import GpuDevice, why_no_emulator, why_no_gpu
+from tests.cuda.machine import Machine, emulated_machine
 
 
 @pytest.fixture(scope="session")
-def emulated_machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not here to compile the emulated kernels")
-    folder: Path = tmp_path_factory.mktemp("kernels")
-    return Machine.emulated(folder)
+def host_machine() -> Machine:
+    if reason := why_no_emulator():
+        pytest.skip(reason)
+    return emulated_machine()
 
 
 @pytest.fixture(scope="session")
 def gpu_machine() -> Machine:
-    if (reason := gpu_absence()) is not None:
-        pytest.skip(f"no GPU to test on: {reason}")
-    return Machine.gpu()
+    if reason := why_no_gpu():
+        pytest.skip(reason)
+    return Machine(GpuDevice())
 
 
-@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
 def machine(request: pytest.FixtureRequest) -> Machine:
     return request.getfixturevalue(f"{request.param}_machine")  # type: ignore[no-any-return]
 

@@ -24,7 +24,7 @@ struct Cache {
   int kv_head;
 
   // index of the (page, head, token) row of `position`
-  __device__ __forceinline__ u64 row(int position) const {
+  INLINE u64 row(int position) const {
     const u64 page = pages[position / kPageTokens];
     return (page * n_kv_heads + kv_head) * kPageTokens + position % kPageTokens;
   }
@@ -35,9 +35,9 @@ struct Scoring {
   float query_factor;  // goes into the query
   float cap;           // 0: none
 
-  __device__ __forceinline__ Scoring(float scale, float soft_cap)
+  INLINE Scoring(float scale, float soft_cap)
       : query_factor(soft_cap != 0.0f ? scale / soft_cap : scale * LOG2_E), cap(soft_cap * LOG2_E) {}
-  __device__ __forceinline__ float operator()(float product) const {
+  INLINE float operator()(float product) const {
     return cap != 0.0f ? cap * tanh_by_exp2(product) : product;
   }
 };
@@ -47,7 +47,7 @@ struct Visible {
   int begin, end;
   int first_page, last_page;  // of this split; last_page is one past the end
 
-  __device__ __forceinline__ Visible(int position, int window, int split, int n_splits) {
+  INLINE Visible(int position, int window, int split, int n_splits) {
     end = position + 1;
     begin = window > 0 && end > window ? end - window : 0;
     const int first = begin / kPageTokens, n_pages = (end + kPageTokens - 1) / kPageTokens - first;
@@ -55,7 +55,7 @@ struct Visible {
     first_page = first + split * per_split;
     last_page = min(first_page + per_split, first + n_pages);
   }
-  __device__ __forceinline__ bool operator()(int position) const { return position >= begin && position < end; }
+  INLINE bool operator()(int position) const { return position >= begin && position < end; }
 };
 
 // Unfinished results of the splits: sums f32 [row][head][split][HEAD_DIM], then {largest score, mass} of each.
@@ -64,17 +64,17 @@ struct Partials {
   float2* masses;
   int n_heads, n_splits;
 
-  __device__ __forceinline__ Partials(float* memory, int rows, int heads, int splits)
+  INLINE Partials(float* memory, int rows, int heads, int splits)
       : sums(memory), masses((float2*)(memory + (u64)rows * heads * splits * HEAD_DIM)), n_heads(heads),
         n_splits(splits) {}
-  __device__ __forceinline__ u64 index(int row, int head, int split) const {
+  INLINE u64 index(int row, int head, int split) const {
     return ((u64)row * n_heads + head) * n_splits + split;
   }
 };
 
 // Merges all splits of `n_here` heads of a row, in the order of the splits whichever block came last.
 template <int Heads>
-__device__ __forceinline__ void merge_splits(const Partials& partials, int row, int first_head, int n_here,
+INLINE void merge_splits(const Partials& partials, int row, int first_head, int n_here,
                                              const Outputs& out) {
   __shared__ float weights[Heads][kMaxSplits];
   const int lane = threadIdx.x % 32, n_splits = partials.n_splits;

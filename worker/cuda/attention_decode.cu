@@ -17,7 +17,7 @@ constexpr int kUnits = kPerLane / kUnit;
 constexpr int kAtOnce = 2;  // positions whose loads are under way together
 
 // first dimension of unit `unit` of a lane: neighbouring lanes read neighbouring units
-__device__ __forceinline__ int unit_dim(int unit, int lane) { return (unit * kLanes + lane) * kUnit; }
+INLINE int unit_dim(int unit, int lane) { return (unit * kLanes + lane) * kUnit; }
 
 // One lane's part of a key or value as it lies in memory.
 struct Part {
@@ -30,7 +30,7 @@ struct Part {
   static constexpr int kWords = (kBytes + 3) / 4;
   u32 words[kUnits][kWords];
 
-  __device__ __forceinline__ void load(const void* base, const u16* scale_base, u64 row, int lane) {
+  INLINE void load(const void* base, const u16* scale_base, u64 row, int lane) {
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       const int dim = unit_dim(unit, lane);
@@ -51,7 +51,7 @@ struct Part {
     }
   }
 
-  __device__ __forceinline__ void unpack(float (&values)[kPerLane]) const {
+  INLINE void unpack(float (&values)[kPerLane]) const {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int unit = i / kUnit, element = i % kUnit;
@@ -70,12 +70,12 @@ struct Running {
   float largest, mass, sums[kPerLane];
 };
 
-__device__ __forceinline__ void load_query(const float* query, float factor, int lane, float (&out)[kPerLane]) {
+INLINE void load_query(const float* query, float factor, int lane, float (&out)[kPerLane]) {
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) out[i] = query[unit_dim(i / kUnit, lane) + i % kUnit] * factor;
 }
 
-__device__ __forceinline__ float dot(const float (&a)[kPerLane], const float (&b)[kPerLane]) {
+INLINE float dot(const float (&a)[kPerLane], const float (&b)[kPerLane]) {
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) sum = fmaf(a[i], b[i], sum);
@@ -86,7 +86,7 @@ __device__ __forceinline__ float dot(const float (&a)[kPerLane], const float (&b
 
 // Adds `Count` positions, given their scores and values.
 template <int Count>
-__device__ __forceinline__ void absorb(Running& running, const float (&scores)[Count], const Part (&parts)[Count]) {
+INLINE void absorb(Running& running, const float (&scores)[Count], const Part (&parts)[Count]) {
   float largest = running.largest;
 #pragma unroll
   for (int i = 0; i < Count; ++i) largest = fmaxf(largest, scores[i]);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void absorb(Running& running, const float (&scores)[C
 }
 
 // Makes the lane groups of a warp one.
-__device__ __forceinline__ void merge_lanes(Running& running) {
+INLINE void merge_lanes(Running& running) {
 #pragma unroll
   for (int offset = kLanes; offset < 32; offset <<= 1) {
     const float other = __shfl_xor_sync(FULL_WARP, running.largest, offset);
@@ -129,14 +129,14 @@ struct BlockSums {
   float2 masses[WARPS][HEADS];
 };
 
-__device__ __forceinline__ void publish(BlockSums& block, const Running& running, int warp, int head, int lane) {
+INLINE void publish(BlockSums& block, const Running& running, int warp, int head, int lane) {
   if (lane >= kLanes) return;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) block.sums[warp][head][unit_dim(i / kUnit, lane) + i % kUnit] = running.sums[i];
   if (lane == 0) block.masses[warp][head] = make_float2(running.largest, running.mass);
 }
 
-__device__ __forceinline__ void write_partials(const BlockSums& block, const Partials& partials, int row,
+INLINE void write_partials(const BlockSums& block, const Partials& partials, int row,
                                                int first_head, int n_here, int split) {
   for (int index = threadIdx.x; index < n_here * HEAD_DIM; index += blockDim.x) {
     const int head = index / HEAD_DIM, dim = index % HEAD_DIM;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void write_partials(const BlockSums& block, const Par
 }
 
 // grid: splits, kv heads times blocks of HEADS query heads, rows
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+KERNEL __launch_bounds__(32 * WARPS)
     attention_decode(const float* query, int n_heads, int n_kv_heads, const void* keys, const void* values,
                      const u16* key_scales, const u16* value_scales, const int* positions,
                      const int* sequence_of_token, const int* page_tables, int max_pages, float scale, float cap,

@@ -16,7 +16,7 @@
 constexpr int kTileHalves = kPageTokens * kRowHalves;
 constexpr int kSumStride = HEAD_DIM + 4;  // f32 of one head of one warp; the two halves of a warp hit other banks
 
-__device__ __forceinline__ void fetch_page(u16* stage, const Cache& cache, int page) {
+INLINE void fetch_page(u16* stage, const Cache& cache, int page) {
   const u64 first = cache.row(page * kPageTokens);
   for (int index = threadIdx.x % 32; index < kPageTokens * kUnits; index += 32) {
     const int row = index / kUnits, unit = index % kUnits;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void fetch_page(u16* stage, const Cache& cache, int p
   }
 }
 
-__device__ __forceinline__ void absorb_page(RowState& state, const QueryTile& queries, const u16* stage,
+INLINE void absorb_page(RowState& state, const QueryTile& queries, const u16* stage,
                                             const Scoring& scoring, const Visible& visible, int page) {
   const int first = page * kPageTokens;
   const bool masked = first < visible.begin || first + kPageTokens > visible.end;
@@ -43,11 +43,11 @@ struct WarpSums {
   float* sums;     // [WARPS][HEADS][kSumStride]
   float2* masses;  // [WARPS][HEADS]
 
-  __device__ __forceinline__ explicit WarpSums(void* memory)
+  INLINE explicit WarpSums(void* memory)
       : sums((float*)memory), masses((float2*)(sums + WARPS * HEADS * kSumStride)) {}
 };
 
-__device__ __forceinline__ void publish(const WarpSums& block, const RowState& state, int warp) {
+INLINE void publish(const WarpSums& block, const RowState& state, int warp) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void publish(const WarpSums& block, const RowState& s
   }
 }
 
-__device__ __forceinline__ void write_partials(const WarpSums& block, const Partials& partials, int row,
+INLINE void write_partials(const WarpSums& block, const Partials& partials, int row,
                                                int first_head, int n_here, int split) {
   for (int index = threadIdx.x; index < n_here * HEAD_DIM; index += blockDim.x) {
     const int head = index / HEAD_DIM, dim = index % HEAD_DIM;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void write_partials(const WarpSums& block, const Part
 }
 
 // grid: splits, kv heads times blocks of HEADS query heads, rows
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+KERNEL __launch_bounds__(32 * WARPS)
     attention_decode_long(const float* query, int n_heads, int n_kv_heads, const void* keys, const void* values,
                           const u16* key_scales, const u16* value_scales, const int* positions,
                           const int* sequence_of_token, const int* page_tables, int max_pages, float scale, float cap,
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   for (int i = 0; i < STAGES - 1; ++i) {
     const int page = visible.first_page + warp + i * WARPS;
     if (page < visible.last_page) fetch_page(stages + i * 2 * kTileHalves, cache, page);
-    commit_copies();
+    copy_async_commit();
   }
   const float* first_query = query + ((u64)row * n_heads + first_head) * HEAD_DIM;
   QueryTile queries;  // rows beyond the heads repeat the last one
@@ -116,14 +116,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   for (int page = visible.first_page + warp; page < visible.last_page; page += WARPS) {
     const int next = page + (STAGES - 1) * WARPS, free_stage = (stage + STAGES - 1) % STAGES;
     if (next < visible.last_page) fetch_page(stages + free_stage * 2 * kTileHalves, cache, next);
-    commit_copies();
-    wait_copies<STAGES - 1>();
+    copy_async_commit();
+    copy_async_wait<STAGES - 1>();
     __syncwarp();
     absorb_page(state, queries, stages + stage * 2 * kTileHalves, scoring, visible, page);
     __syncwarp();
     stage = (stage + 1) % STAGES;
   }
-  wait_copies<0>();
+  copy_async_wait<0>();
   gather_mass(state);
   __syncthreads();
   const WarpSums block(shared);

@@ -15,7 +15,7 @@ constexpr int kPositions = HEAD_DIM > 128 ? 32 : 64;  // walked over at once
 constexpr int kTileHalves = kPositions * kRowHalves;
 
 // Positions beyond the last visible one repeat it: they are masked, but have to be finite.
-__device__ __forceinline__ void fetch_tile(u16* stage, const Cache& cache, int first, int last_position) {
+INLINE void fetch_tile(u16* stage, const Cache& cache, int first, int last_position) {
   for (int index = threadIdx.x; index < kPositions * kUnits; index += kThreads) {
     const int row = index / kUnits, unit = index % kUnits;
     const u64 at = cache.row(min(first + row, last_position));
@@ -23,7 +23,7 @@ __device__ __forceinline__ void fetch_tile(u16* stage, const Cache& cache, int f
     fetch_unit(target, cache.keys, cache.key_scales, at, unit);
     fetch_unit(target + kTileHalves, cache.values, cache.value_scales, at, unit);
   }
-  commit_copies();
+  copy_async_commit();
 }
 
 struct OutputRow {
@@ -31,7 +31,7 @@ struct OutputRow {
   u16* halves;
 };
 
-__device__ __forceinline__ void store_row(const OutputRow& out, u64 first, const RowState& state, int row) {
+INLINE void store_row(const OutputRow& out, u64 first, const RowState& state, int row) {
   const float inverse = 1.0f / state.mass[row];
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_row(const OutputRow& out, u64 first, const
 }
 
 // grid: query heads, tiles; tiles i32 [n][4]: first row, rows, sequence, position of the first row
-extern "C" __global__ void __launch_bounds__(kThreads)
+KERNEL __launch_bounds__(kThreads)
     attention_prefill(const float* query, const int* tiles, int n_heads, int n_kv_heads, const void* keys,
                       const void* values, const u16* key_scales, const u16* value_scales, const int* page_tables,
                       int max_pages, float scale, float cap, int window, float* out_values, u16* out_halves) {
@@ -81,9 +81,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (STAGES == 2 && block < last_block) {
       u16* next = stages + (block - first_block + 1) % 2 * 2 * kTileHalves;
       fetch_tile(next, cache, first + kPositions, last_position);
-      wait_copies<1>();
+      copy_async_wait<1>();
     } else {
-      wait_copies<0>();
+      copy_async_wait<0>();
     }
     __syncthreads();
     const bool is_seen = 16 * warp < n_rows && first <= warp_last &&

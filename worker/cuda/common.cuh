@@ -65,6 +65,20 @@ INLINE uint4 load_shared16(const void* address) { return *(const uint4*)address;
 INLINE float load_fresh(const float* address) { return __ldcg(address); }
 INLINE float4 load_fresh4(const float* address) { return __ldcg((const float4*)address); }
 
+// ---- arithmetic ----
+#define INFINITE __int_as_float(0x7f800000)
+#define LOG2_E 1.4426950408889634f
+
+INLINE float exp2_approximate(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+// tanh to about 1e-7 absolute, without branches
+INLINE float tanh_by_exp2(float x) {
+  return 1.0f - __fdividef(2.0f, 1.0f + exp2_approximate(fminf(2.0f * LOG2_E * x, 126.0f)));
+}
+
 // ---- sums and maxima ----
 INLINE float warp_sum(float value) {
 #pragma unroll
@@ -97,6 +111,25 @@ INLINE void let_next_start() {
 #if HAS_HOPPER
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Both at once, for kernels that have nothing to do before.
+INLINE void start_after_previous() {
+  let_next_start();
+  wait_for_inputs();
+}
+
+// True in every thread of the last of `n_blocks` blocks to come here, false in all others; `counter` is 0 again after
+// it. What the other blocks wrote before is visible to the last one past L1 (__ldcg).
+INLINE bool is_last_block(u32* counter, u32 n_blocks) {
+  __shared__ u32 arrived;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) arrived = atomicInc(counter, n_blocks - 1);
+  __syncthreads();
+  if (arrived != n_blocks - 1) return false;
+  __threadfence();
+  return true;
 }
 
 // ---- copies into shared memory ----
@@ -206,6 +239,13 @@ INLINE void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 // lane 4 g + t gets columns 2t, 2t + 1 of row g of tile i.
 INLINE void load_tiles(u32 (&out)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+// The same of the tiles' transposes: word i of lane 4 g + t gets rows 2t, 2t + 1 of column g of tile i.
+INLINE void load_tiles_transposed(u32 (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(shared_address(row))
                : "memory");

@@ -10,7 +10,7 @@
 #define VECTORS 1
 #endif
 
-extern "C" __global__ void __launch_bounds__(256)
+KERNEL __launch_bounds__(256)
     embed(const u8* rows, int row_bytes, int width, const int* token_ids, float scale, float* output) {
   start_after_previous();
   const int column = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(256)
   output[(u64)token * width + column] = file_value<FILE_TYPE>(row, column) * scale;
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+KERNEL __launch_bounds__(256)
     select_rows(const float* source, const int* rows, int width, float* output) {
   start_after_previous();
   const int column = blockIdx.x * blockDim.x + threadIdx.x;
@@ -27,16 +27,16 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // values first .. first + valid of `row`; those beyond are 0
-__device__ __forceinline__ float4 load_four(const float* row, u64 first, int valid, bool aligned) {
+INLINE float4 load_four(const float* row, u64 first, int valid, bool aligned) {
   if (valid == 4 && aligned) return *(const float4*)(row + first);
   float parts[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   for (int i = 0; i < valid; ++i) parts[i] = row[first + i];
   return make_float4(parts[0], parts[1], parts[2], parts[3]);
 }
 
-__device__ __forceinline__ int valid_four(long long left) { return left >= 4 ? 4 : left > 0 ? (int)left : 0; }
+INLINE int valid_four(long long left) { return left >= 4 ? 4 : left > 0 ? (int)left : 0; }
 
-__device__ __forceinline__ float block_sum(float value) {
+INLINE float sum_of_block(float value) {
   __shared__ float sums[32];
   value = warp_sum(value);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
@@ -45,7 +45,7 @@ __device__ __forceinline__ float block_sum(float value) {
 }
 
 // One block per row; every thread holds VECTORS groups of four values in registers between the two passes.
-extern "C" __global__ void __launch_bounds__(1024)
+KERNEL __launch_bounds__(1024)
     rms_norm(const float* source, const int* rows, const float* weight, int width, float eps, int accumulate,
              float* values, u16* halves, signed char* codes, float* scales, float* code_sums) {
   start_after_previous();
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     held[i] = load_four(row, first, valid_four(width - first), aligned);
     squares += held[i].x * held[i].x + held[i].y * held[i].y + held[i].z * held[i].z + held[i].w * held[i].w;
   }
-  const float factor = 1.0f / sqrtf(block_sum(squares) / (float)width + eps);
+  const float factor = 1.0f / sqrtf(sum_of_block(squares) / (float)width + eps);
   const Outputs out = {values, halves, codes, scales, code_sums};
   const u64 base = (u64)token * width;
 #pragma unroll
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+KERNEL __launch_bounds__(256)
     convert(const float* source, long long count, float* values, u16* halves, signed char* codes, float* scales,
             float* code_sums) {
   start_after_previous();
@@ -87,12 +87,12 @@ extern "C" __global__ void __launch_bounds__(256)
   store_four(out, first, load_four(source, first, valid, true), valid);
 }
 
-__device__ __forceinline__ float activate(float x, int activation) {
+INLINE float activate(float x, int activation) {
   if (activation == 0) return x / (1.0f + __expf(-x));
   return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+KERNEL __launch_bounds__(256)
     glu(const float* gate, const float* up, long long count, int activation, float* values, u16* halves,
         signed char* codes, float* scales, float* code_sums) {
   start_after_previous();
@@ -106,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(256)
              valid);
 }
 
-extern "C" __global__ void __launch_bounds__(256) add(const float* source, float* target, long long count) {
+KERNEL __launch_bounds__(256)
+    add(const float* source, float* target, long long count) {
   start_after_previous();
   const long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);
   const int valid = valid_four(count - first);
@@ -115,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(256) add(const float* source, float
   store_four(out, first, make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w), valid);
 }
 
-extern "C" __global__ void __launch_bounds__(256) scale_and_cap(float* values, long long count, float scale, float cap) {
+KERNEL __launch_bounds__(256)
+    scale_and_cap(float* values, long long count, float scale, float cap) {
   start_after_previous();
   const long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);
   const long long end = first + 4 < count ? first + 4 : count;

@@ -1,23 +1,23 @@
 // One value of a matrix row in the order of the GGUF file, for looking up embeddings. Same operations in the same order
 // as the reference dequantisers, so values are equal to the last bit. Type numbers and block layouts are GGML's.
 #pragma once
-#include "primitives.cuh"
+#include "common.cuh"
 
-__device__ __forceinline__ float file_half(const u8* bytes) { return half_to_float((u16)(bytes[0] | bytes[1] << 8)); }
+INLINE float file_half(const u8* bytes) { return half_to_float((u16)(bytes[0] | bytes[1] << 8)); }
 
 // scale times code, then plus or minus the offset: __fmul_rn keeps the compiler from fusing them
-__device__ __forceinline__ float plus_minimum(float scale, int code, float minimum) {
+INLINE float plus_minimum(float scale, int code, float minimum) {
   return __fadd_rn(__fmul_rn(scale, (float)code), minimum);
 }
 
-__device__ __forceinline__ int nibble(const u8* bytes, int index) {  // 16 low nibbles, then 16 high ones
+INLINE int nibble(const u8* bytes, int index) {  // 16 low nibbles, then 16 high ones
   return index < 16 ? bytes[index] & 15 : bytes[index - 16] >> 4;
 }
 
-__device__ __forceinline__ int fifth_bit(const u8* bits, int index) { return (bits[index / 8] >> index % 8 & 1) << 4; }
+INLINE int fifth_bit(const u8* bits, int index) { return (bits[index / 8] >> index % 8 & 1) << 4; }
 
 // scale and minimum `group` of the 12 bytes with eight 6-bit pairs
-__device__ __forceinline__ void six_bit_pair(const u8* packed, int group, int& scale, int& minimum) {
+INLINE void six_bit_pair(const u8* packed, int group, int& scale, int& minimum) {
   if (group < 4) {
     scale = packed[group] & 63;
     minimum = packed[group + 4] & 63;
@@ -27,7 +27,7 @@ __device__ __forceinline__ void six_bit_pair(const u8* packed, int group, int& s
   }
 }
 
-__device__ __forceinline__ float q2_k(const u8* block, int column) {
+INLINE float q2_k(const u8* block, int column) {
   const int half = column / 128, within = column % 128;
   const int code = block[16 + 32 * half + within % 32] >> 2 * (within / 32) & 3;
   const int packed = block[column / 16];
@@ -36,7 +36,7 @@ __device__ __forceinline__ float q2_k(const u8* block, int column) {
   return plus_minimum(scale, code, -minimum);
 }
 
-__device__ __forceinline__ float q3_k(const u8* block, int column) {
+INLINE float q3_k(const u8* block, int column) {
   const int half = column / 128, within = column % 128, group = column / 16;
   const int low = block[32 + 32 * half + within % 32] >> 2 * (within / 32) & 3;
   const int high = block[column % 32] >> (column / 32) & 1;
@@ -46,7 +46,7 @@ __device__ __forceinline__ float q3_k(const u8* block, int column) {
   return __fmul_rn(scale, (float)((low | high << 2) - 4));
 }
 
-__device__ __forceinline__ float q4_k(const u8* block, int column) {
+INLINE float q4_k(const u8* block, int column) {
   const int group = column / 32;
   const int byte = block[16 + 32 * (group / 2) + column % 32];
   int scale, minimum;
@@ -55,7 +55,7 @@ __device__ __forceinline__ float q4_k(const u8* block, int column) {
                       -__fmul_rn(file_half(block + 2), (float)minimum));
 }
 
-__device__ __forceinline__ float q5_k(const u8* block, int column) {
+INLINE float q5_k(const u8* block, int column) {
   const int group = column / 32;
   const int byte = block[48 + 32 * (group / 2) + column % 32];
   const int high = (block[16 + column % 32] >> group & 1) << 4;
@@ -65,7 +65,7 @@ __device__ __forceinline__ float q5_k(const u8* block, int column) {
                       -__fmul_rn(file_half(block + 2), (float)minimum));
 }
 
-__device__ __forceinline__ float q6_k(const u8* block, int column) {
+INLINE float q6_k(const u8* block, int column) {
   const int half = column / 128, quarter = column % 128 / 32, within = column % 32;
   const int byte = block[64 * half + 32 * (quarter % 2) + within];
   const int high = (block[128 + 32 * half + within] >> 2 * quarter & 3) << 4;
@@ -74,7 +74,7 @@ __device__ __forceinline__ float q6_k(const u8* block, int column) {
 }
 
 template <int Type>
-__device__ __forceinline__ float file_value(const u8* row, int column) {
+INLINE float file_value(const u8* row, int column) {
   if (Type == 0) return *(const float*)(row + 4 * (u64)column);
   if (Type == 1) return file_half(row + 2 * (u64)column);
   if (Type == 30) return __int_as_float((int)((row[2 * (u64)column] | row[2 * (u64)column + 1] << 8) << 16));

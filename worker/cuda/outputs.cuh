@@ -1,6 +1,6 @@
 // Writing a result in the forms that the next operation wants: f32, f16, and int8 with a scale per 32 columns.
 #pragma once
-#include "primitives.cuh"
+#include "common.cuh"
 
 struct Outputs {
   float* values;
@@ -10,20 +10,20 @@ struct Outputs {
   float* sums;
 };
 
-__device__ __forceinline__ u16 clamped_half(float value) {
+INLINE u16 clamped_half(float value) {
   return float_to_half(fminf(fmaxf(value, -65504.0f), 65504.0f));
 }
 
 // The scale of a group and the sum of its codes from lanes that hold a part each; `Lanes` neighbours make a group.
 template <int Lanes>
-__device__ __forceinline__ float group_max(float value) {
+INLINE float group_max(float value) {
 #pragma unroll
   for (int offset = Lanes / 2; offset; offset >>= 1) value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, offset));
   return value;
 }
 
 template <int Lanes>
-__device__ __forceinline__ int group_sum(int value) {
+INLINE int group_sum(int value) {
 #pragma unroll
   for (int offset = Lanes / 2; offset; offset >>= 1) value += __shfl_xor_sync(FULL_WARP, value, offset);
   return value;
@@ -31,7 +31,7 @@ __device__ __forceinline__ int group_sum(int value) {
 
 // Four neighbouring values at flat index `first` of [tokens, width]; 8 neighbouring lanes hold a group of 32. Every lane
 // of the warp has to come here when there are codes; `valid` counts the values of this lane that exist (0 to 4).
-__device__ __forceinline__ void store_four(const Outputs& out, u64 first, float4 v, int valid) {
+INLINE void store_four(const Outputs& out, u64 first, float4 v, int valid) {
   if (out.values) {
     if (valid == 4 && first % 4 == 0) {
       *(float4*)(out.values + first) = v;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_four(const Outputs& out, u64 first, float4
 }
 
 // One value per lane at flat index `index`; the 32 lanes of a warp hold a group.
-__device__ __forceinline__ void store_one(const Outputs& out, u64 index, float value) {
+INLINE void store_one(const Outputs& out, u64 index, float value) {
   if (out.values) out.values[index] = value;
   if (out.halves) out.halves[index] = clamped_half(value);
   if (!out.codes) return;

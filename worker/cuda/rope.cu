@@ -1,6 +1,6 @@
 // Norms and rotary positions of queries and keys, and the write of keys and values into the paged cache: one launch,
 // one warp per head of a token. Variants: -DHEAD_DIM, -DKV_Q8 (int8 codes with an f16 scale per 32, else f16).
-#include "primitives.cuh"
+#include "common.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -21,7 +21,7 @@ struct RopeSettings {
 };
 
 // The two dimensions of pair `pair`; pairs from rope_dim / 2 on do not turn.
-__device__ __forceinline__ int2 pair_dims(int pair, const RopeSettings& rope) {
+INLINE int2 pair_dims(int pair, const RopeSettings& rope) {
   const int half = rope.rope_dim / 2;
   if (rope.style == 1 && pair < half) return make_int2(pair, pair + half);
   return make_int2(2 * pair, 2 * pair + 1);
@@ -29,7 +29,7 @@ __device__ __forceinline__ int2 pair_dims(int pair, const RopeSettings& rope) {
 
 // cos and sin of position * frequency. The product's rounding error is added back: at position 100,000 it would be
 // as large as 0.004 radians.
-__device__ __forceinline__ float2 turn(int position, float frequency) {
+INLINE float2 turn(int position, float frequency) {
   const float angle = (float)position * frequency;
   const float rest = fmaf((float)position, frequency, -angle);
   float sine, cosine;
@@ -38,7 +38,7 @@ __device__ __forceinline__ float2 turn(int position, float frequency) {
 }
 
 // Norms (where there is a weight) and turns a head; the result lies in `head`, shared memory of this warp.
-__device__ __forceinline__ void prepare_head(const float* source, const float* norm, float eps, int position,
+INLINE void prepare_head(const float* source, const float* norm, float eps, int position,
                                              const RopeSettings& rope, bool turns, float* head) {
   const int lane = threadIdx.x % 32;
   float2 values[kPairs];
@@ -71,7 +71,7 @@ __device__ __forceinline__ void prepare_head(const float* source, const float* n
 }
 
 // `slot`: index of (page, kv head, token in the page)
-__device__ __forceinline__ void store_head(const float* head, void* codes, u16* scales, u64 slot) {
+INLINE void store_head(const float* head, void* codes, u16* scales, u64 slot) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int first = 0; first < HEAD_DIM; first += 32) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void store_head(const float* head, void* codes, u16* 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kWarps)
+KERNEL __launch_bounds__(32 * kWarps)
     rope_store(float* query, const float* key, const float* value, int n_heads, int n_kv_heads, const float* q_norm,
                const float* k_norm, const float* inverse_frequencies, int rope_dim, int style, float eps,
                float magnitude, void* keys, void* values, u16* key_scales, u16* value_scales, const int* positions,

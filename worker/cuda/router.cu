@@ -1,7 +1,7 @@
 // The expert router: logits = matrix x, softmax or sigmoid, the best `used` experts by score plus bias, their weights.
 // `route` does all of it in one launch for a few tokens; prompts take router_logits and choose_experts.
 // Variants: -DMATRIX_F16 (the matrix is f16, else f32).
-#include "primitives.cuh"
+#include "common.cuh"
 
 #ifndef MATRIX_F16
 #define MATRIX_F16 0
@@ -10,11 +10,10 @@
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxUsed = 64;
 
-__device__ __forceinline__ float4 matrix_four(const void* matrix, u64 first) {
+INLINE float4 matrix_four(const void* matrix, u64 first) {
 #if MATRIX_F16
   const uint2 packed = *(const uint2*)((const u16*)matrix + first);
-  const float2 a = unpack_halves(packed.x), b = unpack_halves(packed.y);
-  return make_float4(a.x, a.y, b.x, b.y);
+  return make_float4(low_half(packed.x), high_half(packed.x), low_half(packed.y), high_half(packed.y));
 #else
   return *(const float4*)((const float*)matrix + first);
 #endif
@@ -36,7 +35,7 @@ struct Choice {
   float parts[32];
 };
 
-__device__ __forceinline__ float block_reduce(float value, bool is_max, float* parts) {
+INLINE float block_reduce(float value, bool is_max, float* parts) {
   value = is_max ? warp_max(value) : warp_sum(value);
   __syncthreads();
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
@@ -46,7 +45,7 @@ __device__ __forceinline__ float block_reduce(float value, bool is_max, float* p
   return is_max ? warp_max(part) : warp_sum(part);
 }
 
-__device__ __forceinline__ void make_scores(Choice& choice, const float* logits, const Gate& gate) {
+INLINE void make_scores(Choice& choice, const float* logits, const Gate& gate) {
   float largest = -INFINITE, mass = 0.0f;
   if (gate.gating == 0) {
     for (int e = threadIdx.x; e < gate.n_experts; e += blockDim.x) largest = fmaxf(largest, __ldcg(logits + e));
@@ -64,7 +63,7 @@ __device__ __forceinline__ void make_scores(Choice& choice, const float* logits,
 }
 
 // Chooses for one token with the whole block: an expert's rank is the number of experts before it.
-__device__ __forceinline__ void choose(Choice& choice, const float* logits, const Gate& gate, int token) {
+INLINE void choose(Choice& choice, const float* logits, const Gate& gate, int token) {
   make_scores(choice, logits, gate);
   int* ids = gate.ids + (u64)token * gate.n_used;
   for (int e = threadIdx.x; e < gate.n_experts; e += blockDim.x) {
@@ -90,7 +89,7 @@ __device__ __forceinline__ void choose(Choice& choice, const float* logits, cons
 }
 
 // grid: blocks of 8 experts, tokens; one warp per expert, the last block of a token chooses
-extern "C" __global__ void __launch_bounds__(256)
+KERNEL __launch_bounds__(256)
     route(const float* source, const void* matrix, int width, float* logits, u32* counters, const float* bias,
           int n_experts, int n_used, int gating, int normalize, float scale, int* ids, float* weights) {
   __shared__ Choice choice;
@@ -117,7 +116,7 @@ constexpr int kTile = 64, kDepth = 16;
 
 // Rows first..first+64 and kDepth columns from `column` of a matrix into shared memory, transposed; 0 outside.
 template <bool IsMatrix>
-__device__ __forceinline__ void load_tile(float (&tile)[kDepth][kTile + 4], const void* base, int first, int n_rows,
+INLINE void load_tile(float (&tile)[kDepth][kTile + 4], const void* base, int first, int n_rows,
                                           int column, int width) {
   const int row = threadIdx.x / 4, in_row = threadIdx.x % 4 * 4;
   float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -132,7 +131,7 @@ __device__ __forceinline__ void load_tile(float (&tile)[kDepth][kTile + 4], cons
 }
 
 // logits f32 [n_tokens, n_experts]; grid: blocks of 64 experts, blocks of 64 tokens; a thread makes 4 x 4 of them
-extern "C" __global__ void __launch_bounds__(256)
+KERNEL __launch_bounds__(256)
     router_logits(const float* source, const void* matrix, int width, int n_tokens, int n_experts, float* logits) {
   __shared__ float tokens[kDepth][kTile + 4], experts[kDepth][kTile + 4];
   start_after_previous();
@@ -164,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // grid: tokens
-extern "C" __global__ void __launch_bounds__(128)
+KERNEL __launch_bounds__(128)
     choose_experts(const float* logits, const float* bias, int n_experts, int n_used, int gating, int normalize,
                    float scale, int* ids, float* weights) {
   __shared__ Choice choice;

@@ -10,7 +10,7 @@ struct RowScratch {
   float* changed;  // [n_vocab]
   int* counts;     // [n_vocab]
 
-  __device__ __forceinline__ RowScratch(u8* workspace, int row, int n_vocab) {
+  INLINE RowScratch(u8* workspace, int row, int n_vocab) {
     u8* own = workspace + (u64)row * (16 + 8 * (u64)n_vocab);
     best = (u64*)own;
     counter = (u32*)(own + 8);
@@ -22,7 +22,7 @@ struct RowScratch {
 // ---- greedy ----
 
 // A row's best so far: the packed (key, not id) makes ties go to the lower id; NaN keys are above all others.
-extern "C" __global__ void __launch_bounds__(1024)
+KERNEL __launch_bounds__(1024)
     greedy(const float* logits, int n_vocab, int* tokens, u8* workspace) {
   __shared__ u64 best[32];
   start_after_previous();
@@ -65,23 +65,23 @@ struct Sampled {  // SAMPLED in sampler.py
 
 enum { kOk = 0, kHasNan = 1, kNoLargest = 2, kNothingLeft = 3 };
 
-__device__ __forceinline__ u64 mix(u64 x) {  // the finaliser of splitmix64
+INLINE u64 mix(u64 x) {  // the finaliser of splitmix64
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
   return x ^ (x >> 31);
 }
 
-__device__ __forceinline__ double uniform(u64 seed, u64 draw) {
+INLINE double uniform(u64 seed, u64 draw) {
   const u64 stream = mix(seed + 0x9e3779b97f4a7c15ull);
   return (double)(mix(stream ^ mix(draw + 0xd1b54a32d192ed03ull)) >> 11) * 0x1p-53;
 }
 
-__device__ __forceinline__ bool has_penalties(const Sampler& s) {
+INLINE bool has_penalties(const Sampler& s) {
   return s.n_history > 0 && (s.repeat_penalty != 1.0f || s.presence_penalty != 0.0f || s.frequency_penalty != 0.0f);
 }
 
 // A changed copy of the row in `changed`; `counts` is all 0 before and after.
-__device__ __forceinline__ void change_row(const float* logits, int n_vocab, const Sampler& s, const int* history,
+INLINE void change_row(const float* logits, int n_vocab, const Sampler& s, const int* history,
                                            const int* bias_ids, const float* bias_values, float* changed, int* counts) {
   for (int id = threadIdx.x; id < n_vocab; id += kThreads) changed[id] = logits[id];
   history += s.first_history;
@@ -103,14 +103,14 @@ __device__ __forceinline__ void change_row(const float* logits, int n_vocab, con
 }
 
 // How many of the sorted candidates top-p keeps of `wanted`; 0 when all do not reach it. One thread's work.
-__device__ __forceinline__ int cut_top_p(const Shared& shared, int n, double wanted) {
+INLINE int cut_top_p(const Shared& shared, int n, double wanted) {
   double sum = 0.0;
   for (int i = 0; i < n; ++i)
     if ((sum += shared.weights[i]) >= wanted) return i + 1;
   return 0;
 }
 
-__device__ __forceinline__ int draw_sorted(const Shared& shared, int kept, double min_p, double u) {
+INLINE int draw_sorted(const Shared& shared, int kept, double min_p, double u) {
   if (min_p > 0.0) {
     int n = 1;
     while (n < kept && shared.weights[n] >= min_p) ++n;
@@ -125,7 +125,7 @@ __device__ __forceinline__ int draw_sorted(const Shared& shared, int kept, doubl
 }
 
 // Draws from the sorted candidates if they are enough for top-k and top-p; -1 where they are not.
-__device__ __forceinline__ int draw_from_candidates(Shared& shared, const Row& row, const Sampler& s, double u) {
+INLINE int draw_from_candidates(Shared& shared, const Row& row, const Sampler& s, double u) {
   const bool by_rank = s.top_k > 0 && s.top_k < row.n;
   if (by_rank && s.top_k > kCandidates) return -1;
   const double mass = by_rank ? 0.0 : row_mass(shared, row, s.temperature, 0);
@@ -149,7 +149,7 @@ __device__ __forceinline__ int draw_from_candidates(Shared& shared, const Row& r
 }
 
 // The filters as a lowest (key, id), however many tokens are kept: found by bisection. The slow way, for wide choices.
-__device__ __forceinline__ u64 lowest_kept(Shared& shared, const Row& row, const Sampler& s) {
+INLINE u64 lowest_kept(Shared& shared, const Row& row, const Sampler& s) {
   u64 lowest = 0;
   if (s.top_k > 0 && s.top_k < row.n) lowest = lowest_of_count(shared, row, s.top_k);
   if (s.top_p < 1.0f) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ u64 lowest_kept(Shared& shared, const Row& row, const
   return lowest;
 }
 
-__device__ __forceinline__ int draw_token(Shared& shared, const Row& row, const Sampler& s) {
+INLINE int draw_token(Shared& shared, const Row& row, const Sampler& s) {
   const double u = uniform(s.seed, s.draw);
   u64 lowest = 0;
   if ((s.top_k > 0 && s.top_k < row.n) || s.top_p < 1.0f) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ int draw_token(Shared& shared, const Row& row, const 
   return draw_from_row(shared, row, s.temperature, lowest, u);
 }
 
-__device__ __forceinline__ void report(Shared& shared, const Row& raw, const Sampler& s, Sampled& out) {
+INLINE void report(Shared& shared, const Row& raw, const Sampler& s, Sampled& out) {
   const double log_sum = raw.largest + log(row_mass(shared, raw, 1.0f, 0));
   if (threadIdx.x == 0) out.logprob = (float)(raw.logits[out.token] - log_sum);
   if (s.n_top <= 0) return;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void report(Shared& shared, const Row& raw, const Sam
   }
 }
 
-__device__ __forceinline__ void finish(Sampled& out, int* tokens, int token, int status) {
+INLINE void finish(Sampled& out, int* tokens, int token, int status) {
   if (threadIdx.x == 0) {
     out.token = token;
     out.status = status;
@@ -204,7 +204,7 @@ __device__ __forceinline__ void finish(Sampled& out, int* tokens, int token, int
 }
 
 // grid: rows
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+KERNEL __launch_bounds__(kThreads, 1)
     sample(const float* logits, int n_vocab, const Sampler* samplers, const int* history, const int* bias_ids,
            const float* bias_values, Sampled* sampled, int* tokens, u8* workspace) {
   __shared__ Shared shared;

@@ -2,7 +2,7 @@
 // A logit's key is an unsigned integer of the same order; with its id below (inverted) keys are distinct, larger is
 // better, and of equal logits the lower id is the better one.
 #pragma once
-#include "primitives.cuh"
+#include "common.cuh"
 
 constexpr int kThreads = 1024;
 constexpr int kGreedyChunk = 8192;
@@ -28,30 +28,30 @@ struct Row {
   u32 own_key;        // of this thread's largest among ids t, t + kThreads, ...
 };
 
-__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < INFINITE; }
+INLINE bool is_finite(float x) { return fabsf(x) < INFINITE; }
 
-__device__ __forceinline__ u32 key_of_value(float value) {
+INLINE u32 key_of_value(float value) {
   if (value != value) return 0xffffffffu;
   const u32 bits = (u32)__float_as_int(value == 0.0f ? 0.0f : value);  // -0 equals 0
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-__device__ __forceinline__ float value_of_key(u32 key) {
+INLINE float value_of_key(u32 key) {
   return __int_as_float((int)(key & 0x80000000u ? key & 0x7fffffffu : ~key));
 }
 
-__device__ __forceinline__ u64 packed_key(float value, int id) { return (u64)key_of_value(value) << 32 | ~(u32)id; }
-__device__ __forceinline__ u64 max_of(u64 a, u64 b) { return a > b ? a : b; }
-__device__ __forceinline__ int candidate_id(const Shared& shared, int i) { return (int)~(u32)shared.candidates[i]; }
+INLINE u64 packed_key(float value, int id) { return (u64)key_of_value(value) << 32 | ~(u32)id; }
+INLINE u64 max_of(u64 a, u64 b) { return a > b ? a : b; }
+INLINE int candidate_id(const Shared& shared, int i) { return (int)~(u32)shared.candidates[i]; }
 
-__device__ __forceinline__ u64 warp_max_packed(u64 value) {
+INLINE u64 warp_max_packed(u64 value) {
 #pragma unroll
   for (int offset = 16; offset; offset >>= 1) value = max_of(value, __shfl_xor_sync(FULL_WARP, value, offset));
   return value;
 }
 
 // Sum over the block, the same in every thread: always added in the same order.
-__device__ __forceinline__ double block_sum(Shared& shared, double value) {
+INLINE double sum_of_block(Shared& shared, double value) {
 #pragma unroll
   for (int offset = 16; offset; offset >>= 1) value += __shfl_xor_sync(FULL_WARP, value, offset);
   __syncthreads();
@@ -62,7 +62,7 @@ __device__ __forceinline__ double block_sum(Shared& shared, double value) {
   return sum;
 }
 
-__device__ __forceinline__ Row look_at(Shared& shared, const float* logits, int n) {
+INLINE Row look_at(Shared& shared, const float* logits, int n) {
   u64 best = 0;
 #pragma unroll 8
   for (int id = threadIdx.x; id < n; id += kThreads) best = max_of(best, packed_key(logits[id], id));
@@ -78,14 +78,14 @@ __device__ __forceinline__ Row look_at(Shared& shared, const float* logits, int 
 }
 
 // Finite also for a temperature so small that its inverse is not: the largest logit's weight stays 1.
-__device__ __forceinline__ float inverse_of(float temperature) { return fminf(1.0f / temperature, 3e38f); }
+INLINE float inverse_of(float temperature) { return fminf(1.0f / temperature, 3e38f); }
 
-__device__ __forceinline__ float weight_of(const Row& row, float logit, float inverse_temperature) {
+INLINE float weight_of(const Row& row, float logit, float inverse_temperature) {
   return expf((logit - row.largest) * inverse_temperature);
 }
 
 // Sum of exp((logit - largest) / temperature) over the tokens from `lowest` up.
-__device__ __forceinline__ double row_mass(Shared& shared, const Row& row, float temperature, u64 lowest) {
+INLINE double row_mass(Shared& shared, const Row& row, float temperature, u64 lowest) {
   const float inverse = inverse_of(temperature);
   float sum = 0.0f;
 #pragma unroll 8
@@ -93,11 +93,11 @@ __device__ __forceinline__ double row_mass(Shared& shared, const Row& row, float
     const float logit = row.logits[id];
     if (packed_key(logit, id) >= lowest) sum += weight_of(row, logit, inverse);
   }
-  return block_sum(shared, sum);
+  return sum_of_block(shared, sum);
 }
 
 template <class T>
-__device__ __forceinline__ void sort_descending(T* values, int n) {  // n: a power of two; bitonic
+INLINE void sort_descending(T* values, int n) {  // n: a power of two; bitonic
   for (int size = 2; size <= n; size <<= 1) {
     for (int stride = size / 2; stride; stride >>= 1) {
       __syncthreads();
@@ -112,7 +112,7 @@ __device__ __forceinline__ void sort_descending(T* values, int n) {  // n: a pow
 }
 
 // Collects the tokens from `lowest` up, sorts them and keeps the k best. Returns how many, or -1 when there is no room.
-__device__ __forceinline__ int take_at_least(Shared& shared, const Row& row, u64 lowest, int k) {
+INLINE int take_at_least(Shared& shared, const Row& row, u64 lowest, int k) {
   __syncthreads();
   if (threadIdx.x == 0) shared.count = 0;
   __syncthreads();
@@ -134,7 +134,7 @@ __device__ __forceinline__ int take_at_least(Shared& shared, const Row& row, u64
 
 // The k (at most kCandidates) largest, sorted. The k-th largest of the threads' maxima can not exceed the k-th largest
 // logit, and few more logits reach it. -1 when too many do.
-__device__ __forceinline__ int take_largest(Shared& shared, const Row& row, int k) {
+INLINE int take_largest(Shared& shared, const Row& row, int k) {
   u64 lowest = 0;
   if (row.n > kRoom) {
     __syncthreads();
@@ -145,7 +145,7 @@ __device__ __forceinline__ int take_largest(Shared& shared, const Row& row, int 
   return take_at_least(shared, row, lowest, k);
 }
 
-__device__ __forceinline__ void weigh(Shared& shared, int n, float largest, float temperature) {
+INLINE void weigh(Shared& shared, int n, float largest, float temperature) {
   if (threadIdx.x < n) {
     const double distance = (double)value_of_key((u32)(shared.candidates[threadIdx.x] >> 32)) - largest;
     shared.weights[threadIdx.x] = exp(distance / temperature);
@@ -154,20 +154,20 @@ __device__ __forceinline__ void weigh(Shared& shared, int n, float largest, floa
 }
 
 // The k-th largest packed key, by bisection.
-__device__ __forceinline__ u64 lowest_of_count(Shared& shared, const Row& row, int k) {
+INLINE u64 lowest_of_count(Shared& shared, const Row& row, int k) {
   u64 low = 0, high = ~0ull;  // at least k reach low; fewer than k reach high
   while (high - low > 1) {
     const u64 middle = low + (high - low) / 2;
     int count = 0;
     for (int id = threadIdx.x; id < row.n; id += kThreads) count += packed_key(row.logits[id], id) >= middle;
-    if (block_sum(shared, count) >= k) low = middle;
+    if (sum_of_block(shared, count) >= k) low = middle;
     else high = middle;
   }
   return low;
 }
 
 // The largest packed key, not below `floor`, from which on the tokens have the mass `wanted`.
-__device__ __forceinline__ u64 lowest_of_mass(Shared& shared, const Row& row, float temperature, u64 floor,
+INLINE u64 lowest_of_mass(Shared& shared, const Row& row, float temperature, u64 floor,
                                               double wanted) {
   u64 low = floor, high = packed_key(row.largest, row.first_largest) + 1;
   while (high - low > 1) {
@@ -180,7 +180,7 @@ __device__ __forceinline__ u64 lowest_of_mass(Shared& shared, const Row& row, fl
 
 // Draws among the tokens from `lowest` up, in the order of their ids. Each warp sums a segment; the warp's segment
 // that holds the drawn point is then walked over in steps of 32.
-__device__ __forceinline__ int draw_from_row(Shared& shared, const Row& row, float temperature, u64 lowest, double u) {
+INLINE int draw_from_row(Shared& shared, const Row& row, float temperature, u64 lowest, double u) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, length = (row.n + 31) / 32;
   const float inverse = inverse_of(temperature);
   const auto weight = [&](int id, int end) {

@@ -17,6 +17,7 @@ import msgspec
 from plans import host
 from plans.machine import REPORT_VERSION, MachineReport
 from worker.probe.disk import measure_disk
+from worker.probe.gpu import measure_gpus
 from worker.probe.kernels import measure_library, say
 
 
@@ -33,6 +34,7 @@ def measure_machine(folder: Path, library_path: Path | None = None) -> MachineRe
     say("disk")
     disk, disk_missing = measure_disk(folder)
     rates = measure_library(here.cpus[0].cores_available, here.cpus[0].l3_bytes, library_path)
+    gpus, gpus_missing = measure_gpus()
     return MachineReport(
         report_version=REPORT_VERSION,
         host=here,
@@ -45,9 +47,10 @@ def measure_machine(folder: Path, library_path: Path | None = None) -> MachineRe
         disk_folder=str(folder),
         disk=disk,
         huge_pages=huge_pages_allowed(),
-        missing=(*rates.missing, *disk_missing),
+        missing=(*rates.missing, *disk_missing, *gpus_missing),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         probe_s=round(time.perf_counter() - start_s, 2),
+        gpus=gpus,
     )
 
 

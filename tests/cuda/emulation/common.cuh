@@ -196,3 +196,40 @@ inline void load_tiles(u32 (&out)[4], const void* row) {
     return 0;
   });
 }
+
+// ---- what attention, the router and the sampler need ----
+#define INFINITE HUGE_VALF
+#define LOG2_E 1.4426950408889634f
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float exp2_approximate(float x) { return std::exp2(x); }
+inline float tanh_by_exp2(float x) { return 1 - 2 / (1 + std::exp2(std::fmin(2 * LOG2_E * x, 126.f))); }
+template <class T>
+T atomicExch(T* p, T v) {
+  T old = *p;
+  *p = v;
+  return old;
+}
+inline u32 atomicInc(u32* p, u32 limit) {
+  u32 old = *p;
+  *p = old >= limit ? 0 : old + 1;
+  return old;
+}
+inline void start_after_previous() {}
+inline bool is_last_block(u32* counter, u32 n_blocks) {
+  static u32 arrived;
+  __syncthreads();
+  if (threadIdx.x == 0) arrived = atomicInc(counter, n_blocks - 1);
+  __syncthreads();
+  return arrived == n_blocks - 1;
+}
+inline void load_tiles_transposed(u32 (&tiles)[4], const void* row) {
+  simt::exchange(row, [&](auto from) {
+    const unsigned column = simt::lane() / 4, first = 2 * (simt::lane() % 4);
+    for (unsigned i = 0; i < 4; i++) {
+      const u32 low = ((const u16*)from(8 * i + first))[column], high = ((const u16*)from(8 * i + first + 1))[column];
+      tiles[i] = low | high << 16;
+    }
+    return 0;
+  });
+}
