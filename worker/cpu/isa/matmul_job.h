@@ -4,6 +4,7 @@
 #include "formats.h"
 #include "isa/activations.h"
 #include "isa/matmul_output.h"
+#include "isa/rows.h"
 #include "matmul.h"
 
 namespace pw::PW_ISA {
