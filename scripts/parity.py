@@ -2,10 +2,10 @@
 
     parity.py MODEL.gguf TEXT [TEXT...] --llama-perplexity PATH [--executor native|reference] [--chunks 4]
 
-llama.cpp writes its log probabilities of the second half of each context (llama-perplexity --kl-divergence-base, 16 bits
-a value over the top 16 nats); the first half is context only. Ours are computed teacher-forced on the ids in that file.
-Both sides round activations to 8 bits, each in its own places, so two correct engines differ: --flash-attention off
-against on shows by how much llama.cpp differs from itself.
+llama.cpp writes its log probabilities of the second half of each context (llama-perplexity --kl-divergence-base, 16
+bits a value over the top 16 nats); the first half is context only. Ours are teacher-forced on the ids in that file.
+Both sides round activations to 8 bits, each in its own places, so two correct engines differ: --executor llama.cpp
+shows by how much llama.cpp without flash attention differs from itself.
 """
 
 from __future__ import annotations
