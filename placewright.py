@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the job failed, 2 wrong usage or refused input, 130 interr
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -26,9 +27,27 @@ def make_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback()(options_of_all)
     planner.cli.mount(app)
     server.cli.mount(app)
     return app
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        from planner.version import placewright_version
+
+        print(f"placewright {placewright_version()}")
+        raise typer.Exit
+
+
+def options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Measures how a GGUF model runs fastest on this machine, saves that as a plan, and serves it."""
 
 
 def run(arguments: list[str]) -> int:
