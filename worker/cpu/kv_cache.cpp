@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kRegionAlignment = 4096;
 
-KvLayer layer_shape(int32_t type, int32_t n_heads, int32_t head_dim) {
+KvLayer layer_shape(int32_t type, int32_t n_heads, int32_t head_dim, int32_t n_pages) {
   KvLayer layer{};
   layer.type = type;
   layer.n_heads = n_heads;
@@ -21,7 +21,7 @@ KvLayer layer_shape(int32_t type, int32_t n_heads, int32_t head_dim) {
   const int64_t code_bytes = type == PW_KV_Q8_0 ? 1 : 2;
   layer.key_bytes = PW_PAGE_TOKENS * (head_dim * code_bytes + layer.n_scales * 2);
   layer.block_bytes = 2 * layer.key_bytes;
-  layer.page_bytes = n_heads * layer.block_bytes;
+  layer.head_bytes = n_pages * layer.block_bytes;
   return layer;
 }
 
@@ -51,11 +51,11 @@ KvCache::KvCache(int32_t type, int32_t n_layers, const int32_t* n_heads, const i
     : n_pages_(n_pages) {
   std::vector<size_t> offsets;
   for (int32_t index = 0; index < n_layers; ++index) {
-    layers_.push_back(layer_shape(type, n_heads[index], head_dims[index]));
+    layers_.push_back(layer_shape(type, n_heads[index], head_dims[index], n_pages));
     offsets.push_back(reserved_bytes_);
-    const size_t bytes = static_cast<size_t>(layers_.back().page_bytes) * n_pages;
+    const size_t bytes = static_cast<size_t>(layers_.back().head_bytes) * n_heads[index];
     reserved_bytes_ += (bytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
-    page_bytes_ += layers_.back().page_bytes;
+    page_bytes_ += layers_.back().block_bytes * n_heads[index];
   }
   memory_ = pw_arena_alloc(reserved_bytes_, 1);
   if (!memory_) throw std::bad_alloc();
@@ -67,7 +67,8 @@ KvCache::~KvCache() { pw_arena_free(memory_, reserved_bytes_); }
 
 void KvCache::copy_page(int32_t source, int32_t destination) {
   for (const KvLayer& layer : layers_)
-    std::memcpy(layer.block(destination, 0), layer.block(source, 0), layer.page_bytes);
+    for (int32_t head = 0; head < layer.n_heads; ++head)
+      std::memcpy(layer.block(destination, head), layer.block(source, head), layer.block_bytes);
 }
 
 }  // namespace pw

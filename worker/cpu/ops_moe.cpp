@@ -9,10 +9,6 @@
 namespace pw {
 namespace {
 
-constexpr int32_t kGroupRows = 16;
-
-int32_t row_groups(const pw_weight& weight) { return (weight.rows + kGroupRows - 1) / kGroupRows; }
-
 // ---- router ----
 
 struct RouterScratch {
@@ -138,7 +134,7 @@ class Experts {
   const Routing& routing() const { return scratch_.routing; }
   int64_t units(const pw_weight& weight) const { return int64_t{*routing().n_active} * row_groups(weight); }
   int64_t piece(const pw_weight& weight) const {
-    return piece_of(units(weight), run_.member.n_threads(), n_tokens_ > 1 ? 2 : 1);
+    return group_piece(run_, weight, units(weight), n_slots_ / *routing().n_active);
   }
 
   void sort_slots() {
@@ -300,7 +296,7 @@ void run_router(Run& run, const pw_op& op) {
   m.output_stride = weight.rows;
   m.scale = 1.0f;
   const int64_t n_groups = row_groups(weight);
-  run.member.parallel(n_groups, piece_of(n_groups, run.member.n_threads()), [&](int64_t begin, int64_t end) {
+  run.member.parallel(n_groups, group_piece(run, weight, n_groups, n_rows), [&](int64_t begin, int64_t end) {
     run.step.matmul->matmul(&m, static_cast<int32_t>(begin), static_cast<int32_t>(end), run.scratch());
   });
   run.each_row(n_rows, [&](int32_t row) {

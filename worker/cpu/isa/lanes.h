@@ -61,6 +61,7 @@ PW_INLINE __m256 low_half(Lanes a) { return _mm512_castps512_ps256(a.v); }
 PW_INLINE __m256 high_half(Lanes a) { return _mm512_extractf32x8_ps(a.v, 1); }
 PW_INLINE uint32_t mask_equal(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 PW_INLINE uint32_t mask_at_least(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+PW_INLINE uint32_t mask_greater(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 PW_INLINE uint32_t mask_nan(Lanes a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q); }
 
 #else
@@ -148,6 +149,9 @@ PW_INLINE uint32_t mask_equal(Lanes a, Lanes b) {
 }
 PW_INLINE uint32_t mask_at_least(Lanes a, Lanes b) {
   return mask16(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ));
+}
+PW_INLINE uint32_t mask_greater(Lanes a, Lanes b) {
+  return mask16(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ));
 }
 PW_INLINE uint32_t mask_nan(Lanes a) {
   return mask16(_mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q), _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q));
