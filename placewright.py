@@ -6,17 +6,20 @@ Exit codes: 0 done, 1 the job failed, 2 wrong usage or refused input, 130 interr
 from __future__ import annotations
 
 import sys
-from typing import Annotated
-
-import typer
 
 from configs.errors import PlacewrightError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import typer
 
 INTERRUPTED = 130
 
 
 def make_app() -> typer.Typer:
-    """All commands. Imported here, where Ctrl-C during the half second of importing ends cleanly too."""
+    """All commands. Everything large is imported here, so that Ctrl-C while importing ends cleanly too."""
+    import typer
+
     import planner.cli
     import server.cli
 
@@ -24,30 +27,13 @@ def make_app() -> typer.Typer:
         name="placewright",
         help="Measures how a GGUF model runs fastest on this machine, saves that as a plan, and serves it.",
         no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.callback()(options_of_all)
     planner.cli.mount(app)
     server.cli.mount(app)
     return app
-
-
-def print_version(asked: bool) -> None:
-    if asked:
-        from planner.version import placewright_version
-
-        print(f"placewright {placewright_version()}")
-        raise typer.Exit
-
-
-def options_of_all(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version and exit.", callback=print_version, is_eager=True),
-    ] = False,
-) -> None:
-    """Measures how a GGUF model runs fastest on this machine, saves that as a plan, and serves it."""
 
 
 def run(arguments: list[str]) -> int:

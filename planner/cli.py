@@ -22,6 +22,7 @@ from planner.context import Context
 from planner.probe import probe_machine
 from planner.progress import make_reporter
 from planner.search import SearchResult
+from planner.version import placewright_version
 from planner.workload import PlanRequest
 from plans import host, show
 from plans.plan import Limits, plan_builtins
@@ -234,8 +235,15 @@ def doctor_command(json: flags.Json = False) -> None:
         raise PlacewrightError(f"doctor found problems with: {', '.join(failed)}")
 
 
+def about(version: flags.Version = False) -> None:
+    """Measures how a GGUF model runs fastest on this machine, saves that as a plan, and serves it."""
+    if version:
+        emit(f"placewright {placewright_version()}")
+
+
 def mount(app: typer.Typer) -> None:
     """Adds the planner's commands to the command line."""
+    app.callback(invoke_without_command=True)(about)
     app.command("inspect")(inspect_command)
     app.command("probe")(probe_command)
     app.command("plan")(plan_command)

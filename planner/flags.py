@@ -9,6 +9,7 @@ import typer
 
 from configs.settings import PlanSettings
 
+Version = Annotated[bool, typer.Option("--version", help="Print the version.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Model = Annotated[Path, typer.Argument(help="A GGUF file, or any part of a split set.", metavar="MODEL")]
 PlanId = Annotated[str, typer.Argument(help="A plan's id or any unique beginning of it.", metavar="PLAN_ID")]

@@ -89,7 +89,8 @@ def _relay(stream: IO[str], reporter: Reporter, tail: list[str]) -> None:
 
 
 def probe_command(folder: Path) -> list[str]:
-    return [sys.executable, "-P", "-m", "worker.probe", "--folder", str(folder)]
+    parent = ["--parent-pid", str(os.getpid())]
+    return [sys.executable, "-P", "-m", "worker.probe", "--folder", str(folder), *parent]
 
 
 def run_probe(reporter: Reporter) -> MachineReport:
