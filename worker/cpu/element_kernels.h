@@ -77,8 +77,10 @@ struct ElementKernels {
   void (*exp_sums)(const float* x, int32_t n, float largest, float inverse_temperature, float floor, double* chunk_sums);
   // largest of each kMaxBlock elements
   void (*block_max)(const float* x, int32_t n, float* maxima);
-  // ids of x >= threshold ascending, at most capacity; returns how many there are
-  int32_t (*collect_at_least)(const float* x, int32_t n, float threshold, int32_t* ids, int32_t capacity);
+  // how many of x are in [low, high)
+  int32_t (*count_between)(const float* x, int32_t n, float low, float high);
+  // their places, ascending; `ids` has room for all
+  int32_t (*collect_between)(const float* x, int32_t n, float low, float high, int32_t* ids);
 };
 
 constexpr int32_t kSumChunk = 1024;

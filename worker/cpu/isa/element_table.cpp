@@ -11,7 +11,7 @@ const ElementKernels element_table = {
     store_value, attention_scratch_bytes, attend,
     attend_split, merge_splits, row_max,
     first_equal, exp_sums,      block_max,
-    collect_at_least,
+    count_between, collect_between,
 };
 
 }  // namespace pw::PW_ISA
