@@ -9,14 +9,16 @@ import sys
 
 import typer
 
-import planner.cli
-import server.cli
 from configs.errors import PlacewrightError
 
 INTERRUPTED = 130
 
 
 def make_app() -> typer.Typer:
+    """All commands. Imported here, where Ctrl-C during the half second of importing ends cleanly too."""
+    import planner.cli
+    import server.cli
+
     app = typer.Typer(
         name="placewright",
         help="Measures how a GGUF model runs fastest on this machine, saves that as a plan, and serves it.",

@@ -76,12 +76,12 @@ class WorkerSettings(Section):
 
     start_timeout_s: Positive = 600.0  # from spawn to ready
     heartbeat_s: Positive = 1.0
-    silence_s: Positive = 10.0  # a worker that answers nothing for so long is replaced
+    silence_s: Positive = 5.0  # a worker that answers nothing for so long is replaced
     stop_timeout_s: Positive = 5.0
-    restart_backoff_s: Positive = 0.5  # doubled with each failure in a row
+    restart_backoff_s: Positive = 0.5  # doubled with each life in a row that served nothing
     restart_backoff_max_s: Positive = 30.0
-    restarts_in_a_row: Count = 8  # then the server gives up
-    healthy_s: Positive = 60.0  # after so long without a failure the count starts again
+    failed_starts_in_a_row: Count = 8  # then the server gives up
+    healthy_s: Positive = 60.0  # a life of this length counts as a good one even if nobody asked anything
 
 
 class EngineSettings(Section):

@@ -8,28 +8,24 @@ to stderr; `--json` prints one document. Errors travel to `placewright.py` as ex
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import typer
 
-from configs.errors import PlacewrightError
+from configs.errors import PlacewrightError, UserError
 from configs.paths import plans_folder
 from configs.settings import Settings, load_settings
-from planner import doctor, engines, inspect, pipeline
+from planner import doctor, engines, flags, inspect, pipeline
 from planner.bench.cli import bench_app
 from planner.context import Context
 from planner.probe import probe_machine
 from planner.progress import make_reporter
+from planner.search import SearchResult
 from planner.workload import PlanRequest
 from plans import host, show
 from plans.plan import Limits, plan_builtins
 from plans.store import PlanStore
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Model = Annotated[Path, typer.Argument(help="A GGUF file, or any part of a split set.", metavar="MODEL")]
-PlanId = Annotated[str, typer.Argument(help="A plan's id or any unique beginning of it.", metavar="PLAN_ID")]
 
 
 def emit(text: str) -> None:
@@ -50,7 +46,7 @@ def split_list(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def inspect_command(model: Model, json: Json = False) -> None:
+def inspect_command(model: flags.Model, json: flags.Json = False) -> None:
     """Say what a model file is, where its bytes are, and whether the native engine runs it."""
     card = inspect.read_card(model)
     if json:
@@ -59,10 +55,7 @@ def inspect_command(model: Model, json: Json = False) -> None:
         emit(show.card_text(card))
 
 
-def probe_command(
-    json: Json = False,
-    reprobe: Annotated[bool, typer.Option("--reprobe", help="Measure again, whatever is known.")] = False,
-) -> None:
+def probe_command(json: flags.Json = False, reprobe: flags.Reprobe = False) -> None:
     """Measure this machine: memory, kernels, disk. Kept until the machine or the kernels change."""
     with make_reporter() as reporter:
         reporter.stage("probe this machine")
@@ -74,70 +67,48 @@ def probe_command(
 
 
 def plan_command(
-    model: Model,
-    ctx: Annotated[
-        int | None,
-        typer.Option(
-            "--ctx", help="Context of one sequence, in tokens. Default: the setting, at most the model's."
-        ),
-    ] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Sequences that run at a time.")] = None,
-    kv: Annotated[
-        str | None, typer.Option("--kv", help="KV cache type, f16 or q8_0; a list lets the search choose.")
-    ] = None,
-    engine_names: Annotated[
-        str | None,
-        typer.Option("--engines", help="Engines to consider, by preference: native,llama-server,..."),
-    ] = None,
-    budget_s: Annotated[float | None, typer.Option("--budget-s", help="Seconds to measure for.")] = None,
-    gpu_memory_mib: Annotated[
-        int | None, typer.Option("--gpu-memory-mib", help="Cap on memory of a GPU.")
-    ] = None,
-    host_memory_mib: Annotated[int | None, typer.Option("--host-memory-mib", help="Cap on RAM.")] = None,
-    allow_storage_streaming: Annotated[
-        bool,
-        typer.Option("--allow-storage-streaming", help="Weights may be read from storage again and again."),
-    ] = False,
-    prompts: Annotated[
-        str | None,
-        typer.Option("--prompts", help="Measure on a text or .jsonl file, or on hf:NAME (a data set)."),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", help="Pin: threads of decode and prefill.")
-    ] = None,
-    ubatch: Annotated[int | None, typer.Option("--ubatch", help="Pin: most tokens of a step.")] = None,
-    load_mode: Annotated[
-        str | None,
-        typer.Option("--load-mode", help="Pin: mmap (as in the file) or packed (copied for the kernels)."),
-    ] = None,
-    replan: Annotated[bool, typer.Option("--replan", help="Measure again; makes another plan.")] = False,
-    reprobe: Annotated[bool, typer.Option("--reprobe", help="Measure the machine again first.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be measured; write no plan.")
-    ] = False,
-    json: Json = False,
+    model: flags.Model,
+    ctx: flags.Ctx = None,
+    concurrency: flags.Concurrency = None,
+    kv: flags.Kv = None,
+    engine_names: flags.Engines = None,
+    budget_s: flags.BudgetS = None,
+    gpu_memory_mib: flags.GpuMemoryMib = None,
+    host_memory_mib: flags.HostMemoryMib = None,
+    allow_storage_streaming: flags.AllowStorageStreaming = False,
+    prompts: flags.Prompts = None,
+    threads: flags.Threads = None,
+    ubatch: flags.Ubatch = None,
+    load_mode: flags.LoadModeFlag = None,
+    replan: flags.Replan = False,
+    reprobe: flags.Reprobe = False,
+    dry_run: flags.DryRun = False,
+    json: flags.Json = False,
 ) -> None:
     """Search and measure how MODEL runs fastest here; save the answer as a plan."""
     settings = load_settings()
-    request = make_request(
+    limits = make_limits(
         settings,
-        model,
-        ctx=ctx,
-        concurrency=concurrency,
-        kv=split_list(kv),
-        budget_s=budget_s,
+        engine_names=split_list(engine_names),
+        threads=threads,
+        ubatch=ubatch,
+        load_mode=load_mode,
+        gpu_memory_mib=gpu_memory_mib,
+        host_memory_mib=host_memory_mib,
+        allow_storage_streaming=allow_storage_streaming,
+    )
+    request = PlanRequest(
+        model_path=model,
+        context_length_tokens=ctx,
+        default_context_length_tokens=settings.plan.context_length_tokens,
+        concurrency=concurrency if concurrency is not None else settings.plan.concurrency,
+        kv_types=split_list(kv) or settings.plan.kv_types,
+        limits=limits,
+        budget_s=check_budget(budget_s if budget_s is not None else settings.plan.tuning_budget_s),
         prompts=prompts,
-        flags=(replan, reprobe, dry_run),
-        limits=make_limits(
-            settings,
-            engine_names=split_list(engine_names),
-            threads=threads,
-            ubatch=ubatch,
-            load_mode=load_mode,
-            gpu_memory_mib=gpu_memory_mib,
-            host_memory_mib=host_memory_mib,
-            allow_storage_streaming=allow_storage_streaming,
-        ),
+        replan=replan,
+        reprobe=reprobe,
+        dry_run=dry_run,
     )
     with make_reporter() as reporter:
         outcome = pipeline.make_plan(request, Context(settings=settings, reporter=reporter))
@@ -156,10 +127,10 @@ def make_limits(
     allow_storage_streaming: bool,
 ) -> Limits:
     if load_mode not in (None, "mmap", "packed"):
-        raise typer.BadParameter(f"{load_mode!r} is not mmap or packed", param_hint="--load-mode")
+        raise UserError(f"--load-mode {load_mode} is not a load mode; there are mmap and packed")
     for flag, value in (("--host-memory-mib", host_memory_mib), ("--gpu-memory-mib", gpu_memory_mib)):
         if value is not None and value < 1:
-            raise typer.BadParameter(f"{value} is not a positive number of MiB", param_hint=flag)
+            raise UserError(f"{flag} {value} is not a positive number of MiB")
     defaults = settings.plan
     return Limits(
         engines=engine_names or defaults.engines,
@@ -173,60 +144,18 @@ def make_limits(
     )
 
 
-def make_request(
-    settings: Settings,
-    model: Path,
-    *,
-    ctx: int | None,
-    concurrency: int | None,
-    kv: tuple[str, ...],
-    budget_s: float | None,
-    prompts: str | None,
-    flags: tuple[bool, bool, bool],
-    limits: Limits,
-) -> PlanRequest:
-    defaults = settings.plan
-    budget = budget_s if budget_s is not None else defaults.tuning_budget_s
-    if not 0 < budget < 1e6:
-        raise typer.BadParameter(f"{budget} is not a number of seconds above 0", param_hint="--budget-s")
-    return PlanRequest(
-        model_path=model,
-        context_length_tokens=ctx,
-        default_context_length_tokens=defaults.context_length_tokens,
-        concurrency=concurrency if concurrency is not None else defaults.concurrency,
-        kv_types=kv or defaults.kv_types,
-        limits=limits,
-        budget_s=budget,
-        prompts=prompts,
-        replan=flags[0],
-        reprobe=flags[1],
-        dry_run=flags[2],
-    )
+def check_budget(seconds: float) -> float:
+    """Raises UserError for a budget that is no time."""
+    if not 0 < seconds < 1e6:
+        raise UserError(f"--budget-s {seconds:g} is out of range; use a number of seconds above 0")
+    return seconds
 
 
 def print_outcome(outcome: pipeline.Outcome, json: bool) -> None:
-    plan, found = outcome.plan, outcome.found
+    """The plan, or what a dry run would have measured."""
+    plan = outcome.plan
     if plan is None:
-        assert found is not None
-        finalists = [
-            {
-                "candidate": item.label,
-                "predicted_s": item.prediction.request_s if item.prediction else None,
-                "memory": item.memory,
-                "placement": item.placement,
-            }
-            for item in found.finalists
-        ]
-        dry = {
-            "dry_run": True,
-            "considered": found.considered,
-            "finalists": finalists,
-            "rejected": found.rejected,
-        }
-        if json:
-            emit_json(dry)
-        else:
-            emit("\n".join(f"would measure {item.label}" for item in found.finalists))
+        print_search(outcome.found, json)
         return
     if outcome.is_saved:
         say(
@@ -239,7 +168,26 @@ def print_outcome(outcome: pipeline.Outcome, json: bool) -> None:
         say(f"\nserve it with: placewright serve {plan.id[:12]}")
 
 
-def plans_command(json: Json = False) -> None:
+def print_search(found: SearchResult | None, json: bool) -> None:
+    assert found is not None
+    if not json:
+        emit("\n".join(f"would measure {item.label}" for item in found.finalists))
+        return
+    finalists = [
+        {
+            "candidate": item.label,
+            "predicted_s": item.prediction.request_s if item.prediction else None,
+            "memory": item.memory,
+            "placement": item.placement,
+        }
+        for item in found.finalists
+    ]
+    emit_json(
+        {"dry_run": True, "considered": found.considered, "finalists": finalists, "rejected": found.rejected}
+    )
+
+
+def plans_command(json: flags.Json = False) -> None:
     """List the saved plans, newest first."""
     listing = PlanStore(plans_folder()).list()
     if json:
@@ -248,7 +196,7 @@ def plans_command(json: Json = False) -> None:
         emit(show.listing_text(listing))
 
 
-def show_command(plan_id: PlanId, json: Json = False) -> None:
+def show_command(plan_id: flags.PlanId, json: flags.Json = False) -> None:
     """Show one plan: what it does, why it was chosen, what lost."""
     plan = PlanStore(plans_folder()).find(plan_id)
     if json:
@@ -257,7 +205,7 @@ def show_command(plan_id: PlanId, json: Json = False) -> None:
         emit(show.plan_text(plan))
 
 
-def engines_command(json: Json = False) -> None:
+def engines_command(json: flags.Json = False) -> None:
     """List the engines that can run plans here."""
     offers = engines.offers(load_settings())
     if json:
@@ -270,7 +218,7 @@ def engines_command(json: Json = False) -> None:
     emit(show.table(("engine", "kind", "version", "where"), rows))
 
 
-def doctor_command(json: Json = False) -> None:
+def doctor_command(json: flags.Json = False) -> None:
     """Check what Placewright needs here, with a remedy for everything that is missing."""
     checks = doctor.run_checks()
     if json:

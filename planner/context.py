@@ -12,7 +12,7 @@ from pathlib import Path
 
 from configs.paths import plans_folder
 from configs.settings import Settings
-from planner.engines import builds_of, make_factory
+from planner.engines import ModelCodec, builds_of, make_factory
 from planner.pool import EngineFactory
 from planner.probe import probe_machine
 from planner.progress import Reporter
@@ -23,14 +23,11 @@ from plans.key import identify_files
 from plans.machine import Host, MachineReport
 from plans.plan import EngineBuild, FileIdentity
 from plans.store import PlanStore
-from worker.model.gguf import open_model
-from worker.model.tokenizer import load_tokenizer
 
 
 def encoder_of(model_path: Path) -> Encode:
     """The model's own tokenizer, for plain text. Raises ModelFileError for a tokenizer that is not known."""
-    tokenizer = load_tokenizer(open_model(model_path).metadata)
-    return lambda text: tokenizer.encode(text, add_special=False, parse_special=False)
+    return ModelCodec(model_path).encode
 
 
 def _identify(paths: tuple[str, ...], reporter: Reporter) -> tuple[FileIdentity, ...]:

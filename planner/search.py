@@ -16,7 +16,7 @@ from configs.errors import PlanError
 from planner.cost import Prediction, predict, work_of
 from planner.memory import host_limit_bytes, kv_bytes, predict_memory, shortage
 from plans.card import ModelCard
-from plans.machine import MachineReport
+from plans.machine import Host, MachineReport
 from plans.placement import CPU_ONLY, KvType, LoadMode, Placement
 from plans.plan import Limits, MemoryNeed, Rejected, Workload
 
@@ -58,19 +58,19 @@ def thread_ladder(cores: int) -> tuple[int, ...]:
     return tuple(ladder)
 
 
-def check_limits(report: MachineReport, limits: Limits) -> None:
+def check_limits(here: Host, limits: Limits) -> None:
     """Raises PlanError for pins and caps that nothing here can satisfy."""
-    cores = report.host.cpus[0].cores_available
+    cores = here.cpus[0].cores_available
     if limits.threads is not None and not 1 <= limits.threads <= cores:
         raise PlanError(
             f"--threads {limits.threads} can not be met: this process may use {cores} cores; use 1 to {cores}"
         )
     if limits.ubatch_tokens is not None and not 1 <= limits.ubatch_tokens <= 8192:
         raise PlanError(f"--ubatch {limits.ubatch_tokens} is out of range; use 1 to 8192 (usual: 64 to 1024)")
-    if limits.gpu_memory_mib is not None and not report.host.gpus:
+    if limits.gpu_memory_mib is not None and not here.gpus:
         raise PlanError(
             f"--gpu-memory-mib {limits.gpu_memory_mib} caps a GPU, but there is none: "
-            f"{report.host.gpus_absent_reason}; leave the flag out"
+            f"{here.gpus_absent_reason}; leave the flag out"
         )
 
 
@@ -200,12 +200,20 @@ def _prune_by_cost(candidates: list[Candidate], ledger: _Ledger) -> list[Candida
     return kept
 
 
-def _same_but_thrift(left: Placement, right: Placement) -> bool:
+def _twins(left: Placement, right: Placement, cores: int) -> bool:
+    """Whether one may stand for the other. All cores are a choice of their own: the model knows least about them."""
+    if (left.decode_threads == cores) != (right.decode_threads == cores):
+        return False
     return (left.engine, left.kv_type, left.load_mode) == (right.engine, right.kv_type, right.load_mode)
 
 
-def _prune_equals(candidates: list[Candidate], ledger: _Ledger) -> list[Candidate]:
-    """Where the prediction can not tell two apart, the one with fewer threads and bytes stands for both."""
+def _prune_equals(candidates: list[Candidate], cores: int, ledger: _Ledger) -> list[Candidate]:
+    """Where the prediction can not tell two apart, the one with fewer threads and bytes stands for both.
+
+    The largest step stays beside the smallest that predicts the same: what a step costs besides its kernels is
+    not probed.
+    """
+    largest = max((item.placement.ubatch_tokens for item in candidates), default=0)
     kept: list[Candidate] = []
     for item in sorted(candidates, key=lambda item: (item.thrift, _request_s(item))):
         twin = next(
@@ -213,7 +221,8 @@ def _prune_equals(candidates: list[Candidate], ledger: _Ledger) -> list[Candidat
                 other
                 for other in kept
                 if item.prediction
-                and _same_but_thrift(item.placement, other.placement)
+                and _twins(item.placement, other.placement, cores)
+                and (item.placement.ubatch_tokens == largest) == (other.placement.ubatch_tokens == largest)
                 and _request_s(other) <= _request_s(item) * NOISE_RATIO
             ),
             None,
@@ -225,22 +234,33 @@ def _prune_equals(candidates: list[Candidate], ledger: _Ledger) -> list[Candidat
     return kept
 
 
+def _axes(item: Candidate) -> tuple[tuple[object, ...], ...]:
+    """What tells candidates apart, the most important first: a prediction may be wrong about any of it."""
+    engine, placement = item.placement.engine, item.placement
+    return (
+        (engine,),
+        (engine, placement.kv_type),
+        (engine, "decode", placement.decode_threads),
+        (engine, "ubatch", placement.ubatch_tokens),
+        (engine, placement.load_mode),
+        (engine, "prefill", placement.prefill_threads),
+    )
+
+
 def pick_finalists(candidates: list[Candidate], most: int) -> tuple[list[Candidate], list[Candidate]]:
-    """At most `most` (but one an engine), the best of each family before the rest; and those left out."""
+    """At most `most` (but one an engine): the best of each value on each axis, then the rest; and those left out."""
     ranked = sorted(candidates, key=_rank)
-    seen: set[tuple[str, ...]] = set()
-    first: list[Candidate] = []
-    for depth in (1, 3):  # one of each engine before one of each load mode and KV type
+    order: list[Candidate] = []
+    for axis in range(len(_axes(ranked[0]))):
+        taken = {_axes(item)[axis] for item in order}
         for item in ranked:
-            placement = item.placement
-            family = (placement.engine, placement.load_mode, placement.kv_type)[:depth]
-            if family not in seen and item not in first:
-                first.append(item)
-            seen.add(family)
+            if _axes(item)[axis] not in taken:
+                taken.add(_axes(item)[axis])
+                order.append(item)
+    order += [item for item in ranked if item not in order]
     n_engines = len({item.placement.engine for item in candidates})
-    order = first + [item for item in ranked if item not in first]
-    chosen = order[: max(most, n_engines)]
-    return sorted(chosen, key=_rank), order[len(chosen) :]
+    count = max(most, n_engines)
+    return sorted(order[:count], key=_rank), order[count:]
 
 
 def search(
@@ -252,12 +272,13 @@ def search(
     most_finalists: int = 6,
 ) -> SearchResult:
     """Raises PlanError when no candidate fits into memory, with the number of bytes that is short."""
-    check_limits(report, limits)
+    check_limits(report.host, limits)
     ledger = _Ledger()
     candidates, considered, shortest = _fitting(card, report, workload, limits, engines, ledger)
     if not candidates:
         raise PlanError(_memory_refusal(card, workload, limits, shortest))
-    remaining = _prune_equals(_prune_by_cost(candidates, ledger), ledger)
+    cores = report.host.cpus[0].cores_available
+    remaining = _prune_equals(_prune_by_cost(candidates, ledger), cores, ledger)
     finalists, others = pick_finalists(remaining, most_finalists)
     for item in others:
         ledger.one(item.label, "cost", f"ranked behind the {len(finalists)} finalists that the budget allows")

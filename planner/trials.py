@@ -52,7 +52,7 @@ def score_s(prefill_tokens_per_s: float, decode_tokens_per_s: float, mix: Reques
 
 
 async def _stamps(engine: Engine, passage: Passage, clock: Clock) -> list[float]:
-    """When each token of one request arrived. Raises MeasureError when there are not as many as asked for."""
+    """When each token of one request arrived. Raises MeasureError when the work was not what was asked for."""
     request = Generate(
         request_id=f"trial-{next(_numbers)}",
         prompt_ids=list(passage.prompt_ids),
@@ -68,6 +68,8 @@ async def _stamps(engine: Engine, passage: Passage, clock: Clock) -> list[float]
             stamps.append(clock())
         elif isinstance(event, Done):
             reason = event.reason
+            if event.timings.cached_tokens > 1:  # a begin-of-sequence token may be shared
+                raise MeasureError(f"reused {event.timings.cached_tokens} tokens of an earlier prompt")
     if len(stamps) != len(passage.output_ids):
         raise MeasureError(
             f"asked for {len(passage.output_ids)} tokens, got {len(stamps)} (ended by {reason})"

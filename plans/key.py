@@ -7,6 +7,7 @@ here.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,8 +42,20 @@ def worker_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def library_path() -> Path:
-    return worker_folder() / "cpu" / LIBRARY_NAME
+def library_path(folder: Path | None = None) -> Path:
+    """Where the compiled library is or should be: beside its loader, else in the installed distribution.
+
+    With a `folder` (a worker package elsewhere) only that one counts.
+    """
+    beside = (folder or worker_folder()) / "cpu" / LIBRARY_NAME
+    if folder is not None or beside.is_file():
+        return beside
+    try:
+        distribution = importlib.metadata.distribution("placewright")
+    except importlib.metadata.PackageNotFoundError:
+        return beside
+    installed = Path(str(distribution.locate_file(f"worker/cpu/{LIBRARY_NAME}")))
+    return installed if installed.is_file() else beside
 
 
 def _hash_many(files: Iterable[Path], root: Path) -> str:
@@ -56,7 +69,7 @@ def _hash_many(files: Iterable[Path], root: Path) -> str:
 def native_build(version: str, folder: Path | None = None) -> EngineBuild:
     """Kernel sources and the compiled library. Raises PlanError when the library was not built."""
     root = folder or worker_folder()
-    library = root / "cpu" / LIBRARY_NAME
+    library = library_path(folder)
     if not library.is_file():
         raise PlanError(
             f"the native engine's library is not built ({library} is missing); run scripts/build-cpu"

@@ -191,7 +191,7 @@ def without_none(value: Any) -> Any:
     """TOML has no null: a missing field says None."""
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [without_none(item) for item in value]
     return value
 

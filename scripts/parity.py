@@ -122,9 +122,7 @@ def native_logprobs(model: Path, base: BaseLogits, threads: int, kv_type: str, l
 def reference_logprobs(model: Path, base: BaseLogits) -> Floats:
     file = open_model(model)
     oplist = lower(describe_file(file).units)
-    executor = ReferenceExecutor(
-        oplist, reference_weights(description), len(base.token_ids) // PAGE_TOKENS + 1
-    )
+    executor = ReferenceExecutor(oplist, reference_weights(file), len(base.token_ids) // PAGE_TOKENS + 1)
     return _chunked(base, executor.run)
 
 

@@ -46,7 +46,7 @@ async def serve_plan(plan: Plan, settings: Settings, listener: socket.socket) ->
     stop = Stop()
     stop.ask_on_signals()
     text = await asyncio.to_thread(load_text, plan)
-    supervisor = Supervisor(engine_factory(plan, settings), settings.worker)
+    supervisor = Supervisor(engine_factory(plan, settings, text), settings.worker)
     app = build_app(supervisor, model_info(plan, text), text, settings.serve)
     url = url_of(listener)
     say(f"loading {plan.model.name} under plan {plan.id[:12]}")

@@ -14,6 +14,7 @@ ENGINE_CODES = {  # codes of `worker.protocol.Failed` and the status they mean
     "invalid_request": 400,
     "overloaded": 429,
     "shutdown": 503,
+    "timeout": 504,
 }
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -31,10 +32,13 @@ def to_request_error(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EngineDiedError):
-        return unavailable(f"the engine stopped while it worked on this request: {error}")
+        return unavailable(
+            "the engine stopped while it worked on this request; it is being replaced, try again"
+        )
     if isinstance(error, RequestFailedError):
-        code = str(getattr(error, "code", "internal"))
-        return RequestError(str(error), code=code, status=ENGINE_CODES.get(code, 500))
+        status = ENGINE_CODES.get(error.code, 500)
+        later: dict[str, int | float | str] = {"retry_after_s": 2} if status in (429, 503) else {}
+        return RequestError(str(error), code=error.code, status=status, details=later)
     message = (
         str(error) if isinstance(error, PlacewrightError) else "internal error; the server's log has more"
     )

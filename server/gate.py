@@ -64,8 +64,20 @@ class Journalist:
             took_s = time.monotonic() - began_at
             client = (scope.get("client") or ("?",))[0]
             logger.info(
-                "%s %s %s %s %.3f s %s", client, scope["method"], scope["path"], status, took_s, request_id
+                "%s %s %s %s %.3f s %s",
+                client,
+                scope["method"],
+                _shown_path(scope),
+                status,
+                took_s,
+                request_id,
             )
+
+
+def _shown_path(scope: Scope) -> str:
+    """As it was sent: a decoded path could hold line breaks, and so lines that look like ours."""
+    raw: bytes = scope.get("raw_path", b"?")
+    return raw.decode("latin-1")
 
 
 class Linger:
@@ -136,7 +148,7 @@ class Doorkeeper:
         if self._key is None or scope["path"] in OPEN_PATHS:
             return None
         given = _given_key(Headers(scope=scope))
-        if hmac.compare_digest(given.encode(), self._key):
+        if hmac.compare_digest(given.encode("latin-1"), self._key):
             return None
         what = "wrong API key" if given else "no API key; send it as `Authorization: Bearer KEY`"
         return RequestError(what, code="invalid_api_key", status=401)

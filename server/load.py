@@ -12,11 +12,12 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from configs.paths import logs_folder
 from configs.settings import Settings
 from plans.key import open_verified_plan
 from plans.plan import Plan
 from server.model_info import ModelInfo
-from server.text import Text
+from server.text import Text, Tokenizer
 from worker.engines.base import Engine
 from worker.engines.registry import make_engine
 from worker.model.chat_template import load_chat_template
@@ -27,20 +28,39 @@ from worker.model.tokenizer import load_tokenizer
 SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
 
 
+class PlainCodec:
+    """The tokenizer as engines want it that are other servers: what they wrote, to ids and back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.n_vocab = tokenizer.n_vocab
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special=False, parse_special=True)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
 def open_plan(plan_id: str) -> Plan:
     """The plan, which holds here and now. Raises PlanError with reasons and remedies where it does not."""
     return open_verified_plan(plan_id)
 
 
-def engine_factory(plan: Plan, settings: Settings) -> Callable[[], Engine]:
-    """Makes engines that run `plan`, one after the other as they die."""
+def engine_factory(plan: Plan, settings: Settings, text: Text) -> Callable[[], Engine]:
+    """Makes engines that run `plan`, one after the other as they die; they share one log."""
     path = Path(plan.key.model_files[0].path)
-    return partial(make_engine, plan.placement.engine, path, plan.placement, settings)
+    log_path = logs_folder() / f"engine-{plan.id[:12]}.log"
+    return partial(make_engine, plan.placement, path, settings, log_path, PlainCodec(text.tokenizer))
 
 
 def load_text(plan: Plan) -> Text:
-    """Tokenizer and chat template of the plan's model. Raises ModelFileError where they are not usable."""
-    metadata = open_model(plan.key.model_files[0].path).metadata
+    return load_model_text(Path(plan.key.model_files[0].path))
+
+
+def load_model_text(path: Path) -> Text:
+    """Tokenizer and chat template of a model file. Raises ModelFileError where they are not usable."""
+    metadata = open_model(path).metadata
     tokenizer = load_tokenizer(metadata)
     template = load_chat_template(metadata)
     if template is not None:

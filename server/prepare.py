@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,34 +18,62 @@ from server.service import Service
 from worker.protocol import Generate, SamplingParams
 
 
+class Terms(NamedTuple):
+    """Where the two APIs call the same thing by other names."""
+
+    id_prefix: str
+    prompt_field: str
+    max_tokens: int | None
+    top_logprobs: int | None
+
+
 async def prepare_chat(service: Service, request: ChatRequest) -> Job:
     """Raises RequestError for anything that cannot be served as asked."""
     check_chat(request)
-    top = (request.top_logprobs or 0) if request.logprobs else None
+    _check(service, request)
+    prompt_ids = await asyncio.to_thread(_chat_ids, service, request)
     max_tokens = request.max_completion_tokens or request.max_tokens
-    return await asyncio.to_thread(_prepare, service, request, "chatcmpl", top, max_tokens)
+    top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _make_job(service, request, prompt_ids, Terms("chatcmpl", "messages", max_tokens, top_logprobs))
 
 
 async def prepare_completion(service: Service, request: CompletionRequest) -> Job:
     """Raises RequestError for anything that cannot be served as asked."""
-    return await asyncio.to_thread(_prepare, service, request, "cmpl", request.logprobs, request.max_tokens)
+    _check(service, request)
+    prompt = completion_prompt(request, service.model.n_vocab)
+    if isinstance(prompt, str):
+        prompt = await asyncio.to_thread(service.text.prompt_ids, prompt)
+    terms = Terms("cmpl", "prompt", request.max_tokens, request.logprobs)
+    return _make_job(service, request, prompt, terms)
 
 
-def _prepare(
-    service: Service, request: SamplingFields, prefix: str, top_logprobs: int | None, max_tokens: int | None
-) -> Job:
-    """Runs in a thread: templates and tokenisers may take long."""
+def _check(service: Service, request: SamplingFields) -> None:
     refuse_unserved(request)
     if service.settings.strict_model_names:
         service.model.check_name(request.model)
     check_sampling(request, service.model.n_vocab)
-    prompt_ids = _prompt_ids(service, request)
+
+
+def _chat_ids(service: Service, request: ChatRequest) -> list[int]:
+    """Runs in a thread: templates and tokenizers may take long."""
+    if service.text.template is None:
+        raise RequestError(
+            f"model {service.model.name} has no chat template; use /v1/completions", code="no_chat_template"
+        )
+    messages: list[dict[str, Any]] = msgspec.to_builtins(request.messages)
+    options = request.chat_template_kwargs or {}
+    return service.text.prompt_ids(
+        service.text.template.render(messages, add_generation_prompt=True, **options)
+    )
+
+
+def _make_job(service: Service, request: SamplingFields, prompt_ids: list[int], terms: Terms) -> Job:
     options = request.stream_options
     generate = Generate(
-        request_id=f"{prefix}-{uuid.uuid4().hex}",
+        request_id=f"{terms.id_prefix}-{uuid.uuid4().hex}",
         prompt_ids=prompt_ids,
-        max_tokens=_fit(len(prompt_ids), max_tokens, service.context_length_tokens),
-        sampling=sampling_params(request, service.settings.sampling, top_logprobs),
+        max_tokens=_fit(len(prompt_ids), terms, service.context_length_tokens),
+        sampling=_sampling(request, service.settings.sampling, terms.top_logprobs),
         stop_ids=[] if request.ignore_eos else sorted(service.text.tokenizer.end_ids),
         cache_prompt=request.cache_prompt is not False,
     )
@@ -59,30 +87,7 @@ def _prepare(
     )
 
 
-def _prompt_ids(service: Service, request: SamplingFields) -> list[int]:
-    if isinstance(request, ChatRequest):
-        ids = service.text.prompt_ids(render_chat(service, request))
-    else:
-        assert isinstance(request, CompletionRequest)
-        prompt = completion_prompt(request, service.model.n_vocab)
-        ids = service.text.prompt_ids(prompt) if isinstance(prompt, str) else prompt
-    if not ids:
-        raise RequestError("prompt: it holds no tokens, so there is nothing to continue", param="prompt")
-    return ids
-
-
-def render_chat(service: Service, request: ChatRequest) -> str:
-    if service.text.template is None:
-        raise RequestError(
-            f"model {service.model.name} has no chat template; use /v1/completions", code="no_chat_template"
-        )
-    messages: list[dict[str, Any]] = msgspec.to_builtins(request.messages)
-    return service.text.template.render(
-        messages, add_generation_prompt=True, **(request.chat_template_kwargs or {})
-    )
-
-
-def sampling_params(
+def _sampling(
     request: SamplingFields, defaults: SamplingDefaults, top_logprobs: int | None
 ) -> SamplingParams:
     def chosen(name: str) -> Any:
@@ -109,15 +114,18 @@ def _stop_strings(request: SamplingFields) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-def _fit(n_prompt: int, max_tokens: int | None, n_ctx: int) -> int:
+def _fit(n_prompt: int, terms: Terms, n_ctx: int) -> int:
     """How many tokens may be generated. Raises RequestError `context_length_exceeded` with both numbers."""
-    if n_prompt + (max_tokens or 1) <= n_ctx:
-        return max_tokens or n_ctx - n_prompt
-    asked = f" and {max_tokens} for the completion" if max_tokens else ""
+    if n_prompt == 0:
+        message = f"{terms.prompt_field}: no tokens, so there is nothing to continue"
+        raise RequestError(message, param=terms.prompt_field)
+    if n_prompt + (terms.max_tokens or 1) <= n_ctx:
+        return terms.max_tokens or n_ctx - n_prompt
+    asked = f" and {terms.max_tokens} for the completion" if terms.max_tokens else ""
     raise RequestError(
         f"This model's maximum context length is {n_ctx} tokens. However, you requested {n_prompt} tokens in "
         f"the prompt{asked}. Please shorten the prompt or the completion.",
         code="context_length_exceeded",
-        param="messages",
+        param=terms.prompt_field,
         details={"n_prompt_tokens": n_prompt, "n_ctx": n_ctx},
     )

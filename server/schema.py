@@ -15,6 +15,7 @@ MAX_STOP_STRINGS = 16
 MAX_TOP_LOGPROBS = 20
 
 Unserved = Any
+ModelName = Annotated[str, Meta(max_length=256)]  # each chunk repeats it
 
 PositiveNumber = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -31,7 +32,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """What both completion APIs share."""
 
-    model: str | None = None
+    model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: PositiveNumber | None = None

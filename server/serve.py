@@ -20,7 +20,7 @@ from server.supervise import Supervisor
 
 logger = logging.getLogger("placewright.server")
 
-IDLE_CONNECTION_S = 30  # longer than clients keep theirs, so that they are the ones who close
+IDLE_CONNECTION_S = 6  # longer than most clients keep theirs; hypercorn holds on to closed ones for as long
 CLOSE_S = 3.0  # for last bytes after the last request
 
 

@@ -30,6 +30,7 @@ class EngineRun:
     """One request in the engine. Its events wait here, so a slow reader holds up nobody else."""
 
     def __init__(self, engine: Engine, request: Generate) -> None:
+        self.completed = False
         self._events: asyncio.Queue[TokenEvent | Done | Exception] = asyncio.Queue()
         self._task = asyncio.create_task(self._pump(engine, request))
 
@@ -69,6 +70,7 @@ class EngineRun:
                 async for event in events:
                     self._events.put_nowait(event)
                     if isinstance(event, Done):
+                        self.completed = True
                         return
             raise RequestFailedError("the engine ended the request without a final event")
         except Exception as error:
@@ -87,6 +89,7 @@ class Supervisor:
         self._state: State = "starting"
         self._changed = asyncio.Condition()
         self._runs: set[EngineRun] = set()
+        self._served = False  # this engine has completed a request
         self._watcher: asyncio.Task[None] | None = None
         self.info: EngineInfo | None = None
         self.loading: tuple[str, int, int] | None = None  # phase, done bytes, total bytes
@@ -99,7 +102,7 @@ class Supervisor:
 
     async def __aexit__(self, *_: object) -> None:
         await self._set_state("stopping")
-        self._fail_runs("the server is shutting down")
+        self._fail_runs(_shutting_down())
         assert self._watcher is not None
         self._watcher.cancel()
         await asyncio.wait({self._watcher})
@@ -130,6 +133,7 @@ class Supervisor:
         finally:
             await run.close()
             self._runs.discard(run)
+            self._served = self._served or run.completed
 
     async def engine_stats(self, timeout_s: float = 1.0) -> dict[str, float | int | None] | None:
         """The engine's own numbers; None where it is not ready or does not answer in time."""
@@ -147,16 +151,16 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         while self._runs and time.monotonic() < deadline and not hurry.is_set():
             await asyncio.sleep(POLL_S)
-        self._fail_runs("the server is shutting down")
+        self._fail_runs(_shutting_down())
 
     def _ready_engine(self) -> Engine:
         if self.state != "ready" or self._engine is None:
             raise unavailable(f"the engine is not ready: {self.state}; try again shortly")
         return self._engine
 
-    def _fail_runs(self, reason: str) -> None:
+    def _fail_runs(self, error: Exception) -> None:
         for run in self._runs:
-            run.fail(EngineDiedError(reason))
+            run.fail(error)
 
     async def _set_state(self, state: State) -> None:
         async with self._changed:
@@ -165,28 +169,35 @@ class Supervisor:
             self._changed.notify_all()
 
     async def _watch(self) -> None:
-        """Start, wait for death, back off, again; ends only in "failed" or by cancellation."""
-        failures = 0
+        """Start, wait for death, back off, again; ends only in "failed" or by cancellation.
+
+        An engine that dies is always replaced; one that can not even start is given up after a few attempts, the
+        very first one at once.
+        """
+        failed_starts = useless_lives = 0
         while True:
             lived_s = await self._one_life()
-            failures = 1 if lived_s > self._settings.healthy_s else failures + 1
-            if self.info is None or failures > self._settings.restarts_in_a_row:
+            failed_starts = failed_starts + 1 if lived_s is None else 0
+            good = self._served or (lived_s or 0.0) > self._settings.healthy_s
+            useless_lives = 0 if good else useless_lives + 1
+            if self.info is None or failed_starts >= self._settings.failed_starts_in_a_row:
                 await self._set_state("failed")
                 return
             await self._set_state("restarting")
-            delay_s = self._settings.restart_backoff_s * 2 ** (failures - 1)
+            delay_s = self._settings.restart_backoff_s * 2 ** min(useless_lives, 16)
             await asyncio.sleep(min(delay_s, self._settings.restart_backoff_max_s))
             self.n_restarts += 1
 
-    async def _one_life(self) -> float:
-        """From start to death of one engine; returns for how long it was ready."""
+    async def _one_life(self) -> float | None:
+        """From start to death of one engine; returns for how long it was ready, None if it never was."""
         self._engine = self._new_engine()
+        self._served = False
         try:
             try:
                 self.info = await self._engine.start(self._note_progress)
             except Exception as error:
                 self._note_failure(error)
-                return 0.0
+                return None
             ready_at = time.monotonic()
             await self._set_state("ready")
             while self._engine.alive():
@@ -194,7 +205,7 @@ class Supervisor:
             self._note_failure(EngineDiedError("the engine died"))
             return time.monotonic() - ready_at
         finally:
-            self._fail_runs("the engine died")
+            self._fail_runs(EngineDiedError("the engine died"))
             await self._engine.close()
 
     def _note_progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
@@ -204,3 +215,7 @@ class Supervisor:
         self.last_error = str(error) or type(error).__name__
         expected = isinstance(error, (EngineStartError, EngineDiedError))
         logger.error("engine: %s", self.last_error, exc_info=None if expected else error)
+
+
+def _shutting_down() -> RequestFailedError:
+    return RequestFailedError("the server is shutting down", code="shutdown")

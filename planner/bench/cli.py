@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import typer
 
+from configs.errors import UserError
 from configs.settings import load_settings
+from planner import flags
 from planner.bench.common import RaceResult, SideSummary
 from planner.bench.run import RaceTask, race, settings_margin_bytes
 from planner.context import encoder_of
@@ -32,24 +33,16 @@ def _group() -> None:
 
 @bench_app.command("run")
 def run_command(
-    plan_id: Annotated[
-        str, typer.Argument(help="A plan's id or any unique beginning of it.", metavar="PLAN_ID")
-    ],
-    baseline: Annotated[str, typer.Option("--baseline", help="The engine to race against.")] = "llama-server",
-    rounds: Annotated[int, typer.Option("--rounds", min=2, max=1000, help="Paired rounds.")] = 7,
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Pin the threads of both sides.")
-    ] = None,
-    tune: Annotated[
-        bool, typer.Option("--threads-tune/--no-threads-tune", help="Tune the baseline's threads first.")
-    ] = True,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens of a prompt.")] = 512,
-    output_tokens: Annotated[int, typer.Option("--output-tokens", min=2, help="Tokens of an output.")] = 128,
-    prompts: Annotated[
-        str | None, typer.Option("--prompts", help="A text or .jsonl file, or hf:NAME.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the order and of the bootstrap.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    plan_id: flags.PlanId,
+    baseline: flags.Baseline = "llama-server",
+    rounds: flags.Rounds = 7,
+    threads: flags.PinnedThreads = None,
+    tune: flags.Tune = True,
+    prompt_tokens: flags.PromptTokens = 512,
+    output_tokens: flags.OutputTokens = 128,
+    prompts: flags.Prompts = None,
+    seed: flags.Seed = 0,
+    json: flags.Json = False,
 ) -> None:
     """Race PLAN_ID against a tuned baseline on the same file and token ids; ratios with 95 % intervals."""
     settings = load_settings()
@@ -77,11 +70,11 @@ def run_command(
 
 
 def fitting(prompt_tokens: int, output_tokens: int, context_length_tokens: int) -> RequestMix:
-    """Lengths that fit into the plan's context. Raises BadParameter with all numbers."""
+    """Lengths that fit into the plan's context. Raises UserError with all numbers."""
     if prompt_tokens + output_tokens > context_length_tokens:
-        raise typer.BadParameter(
-            f"{prompt_tokens} + {output_tokens} tokens exceed the plan's context of {context_length_tokens}",
-            param_hint="--prompt-tokens",
+        raise UserError(
+            f"--prompt-tokens {prompt_tokens} and --output-tokens {output_tokens} exceed the plan's context of "
+            f"{context_length_tokens} tokens; use fewer"
         )
     return RequestMix(prompt_tokens, output_tokens)
 
@@ -108,11 +101,16 @@ def _row(side: SideSummary) -> tuple[str, ...]:
 def race_text(result: RaceResult) -> str:
     head = ("side", "threads", "prefill tok/s", "decode tok/s", "TTFT s", "decode reads", "of RAM rate")
     lines = [
-        f"{result.model}: {result.prompt_tokens} prompt and {result.output_tokens} output tokens, same ids for both",
+        f"{result.model}: {result.prompt_tokens} prompt and {result.output_tokens} output tokens",
         show.table(head, [_row(result.plan), _row(result.baseline)]),
         f"  prefill: {_interval_text(result.prefill_speedup)} the baseline's speed",
         f"  decode:  {_interval_text(result.decode_speedup)} the baseline's speed",
         f"  baseline: {result.baseline.engine} {result.baseline.version}",
+        *(
+            f"  {side.name}: decoded ids of its own choice (it can not be fed given ones)"
+            for side in (result.plan, result.baseline)
+            if not side.forced_output
+        ),
         *(f"  tuned: {words}" for words in result.tuning),
         *(f"  overlay: {words}" for words in result.overlay),
     ]

@@ -13,6 +13,7 @@ from planner.trials import Timing
 from plans.card import ModelCard
 from plans.machine import ReadRate
 from plans.placement import Placement
+from worker.engines.base import EngineInfo
 
 
 class SideSummary(msgspec.Struct, frozen=True):
@@ -21,6 +22,7 @@ class SideSummary(msgspec.Struct, frozen=True):
     name: str
     engine: str
     version: str
+    forced_output: bool  # fed the corpus' own ids; otherwise it decoded as many of its own choice
     threads_decode: int
     threads_prefill: int
     rounds: int
@@ -40,7 +42,6 @@ class RaceResult(msgspec.Struct, frozen=True):
     model: str
     prompt_tokens: int
     output_tokens: int
-    same_token_ids: bool
     seed: int
     plan: SideSummary
     baseline: SideSummary
@@ -63,7 +64,7 @@ def ram_rate(rates: Sequence[ReadRate], threads: int) -> float | None:
 def summarize(
     name: str,
     placement: Placement,
-    version: str,
+    info: EngineInfo,
     timings: Sequence[Timing],
     card: ModelCard,
     rates: Sequence[ReadRate],
@@ -78,7 +79,8 @@ def summarize(
     return SideSummary(
         name=name,
         engine=placement.engine,
-        version=version,
+        version=info.version,
+        forced_output=info.feeds_teacher_ids,
         threads_decode=placement.decode_threads,
         threads_prefill=placement.prefill_threads,
         rounds=len(timings),

@@ -155,13 +155,12 @@ async def race(
         if theirs.label == ours.label:
             raise MeasureError(f"the plan runs on {task.baseline} itself, there is nothing to compare")
         our_timings, their_timings = await bench.paired(ours, theirs)
-        versions = {label: info.version for label, info in pool.infos.items()}
     except EngineError as error:
         raise MeasureError(f"the race ended early: {error}") from error
     finally:
         await pool.close()
     sides = [
-        summarize(name, side.placement, versions.get(side.label, "n/a"), timings, card, task.plan.ram_read)
+        summarize(name, side.placement, pool.infos[side.label], timings, card, task.plan.ram_read)
         for name, side, timings in (("plan", ours, our_timings), ("baseline", theirs, their_timings))
     ]
     return RaceResult(
@@ -169,7 +168,6 @@ async def race(
         model=card.name,
         prompt_tokens=task.lengths.prompt_tokens,
         output_tokens=task.lengths.output_tokens,
-        same_token_ids=True,
         seed=task.seed,
         plan=sides[0],
         baseline=sides[1],

@@ -1,7 +1,7 @@
 """Random weights in file bytes, and numpy's word on what the kernels should give.
 
-Blocks are random bytes with sane f16 scales, so every code, sub-scale and high bit occurs. Truth comes from the `gguf`
-package's dequantisers.
+Blocks are random bytes with sane f16 scales, so every code, sub-scale and high bit occurs. Truth comes from the
+`gguf` package's dequantisers.
 """
 
 from __future__ import annotations
@@ -49,6 +49,15 @@ def random_weights(rng: np.random.Generator, kind: Type, rows: int, cols: int) -
     return blocks.reshape(rows, -1)
 
 
+def constant_weights(kind: Type, rows: int, cols: int, byte: int) -> NDArray[np.uint8]:
+    """File bytes in which every byte but those of the f16 scales is `byte`; scales 0.01, mins 0.02."""
+    block_cols, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.full((rows * cols // block_cols, block_bytes), byte, np.uint8)
+    for offset, scale in zip(_F16_OFFSETS[kind], (0.01, 0.02), strict=False):
+        blocks[:, offset : offset + 2] = np.array([scale], np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
 def dequantize(file: NDArray[np.uint8], kind: Type) -> NDArray[np.float32]:
     """[rows, cols] f32 from file bytes [rows, bytes of a row]."""
     if kind == Type.F32:
@@ -59,7 +68,7 @@ def dequantize(file: NDArray[np.uint8], kind: Type) -> NDArray[np.float32]:
 
 
 def activations_as_prepared(x: NDArray[np.float32], kind: Type) -> NDArray[np.float64]:
-    """What is left of x after the kernels have stored it for a weight type (8 bits with a scale per 32, bf16, f32)."""
+    """x as the kernels store it for a weight type: 8 bits with a scale per 32 columns, bf16, or f32."""
     if kind in (Type.F32, Type.F16):
         return x.astype(np.float64)
     if kind == Type.BF16:

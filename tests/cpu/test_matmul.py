@@ -1,49 +1,27 @@
-"""The matrix kernels against float64, for every weight type, on every instruction set level this CPU has.
-
-Each run draws fresh data; a failure prints the seed (set PLACEWRIGHT_TEST_SEED to repeat it).
-"""
+"""The matrix kernels against float64, for every weight type, on every instruction set level this CPU has."""
 
 from __future__ import annotations
-
-import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
+from configs.errors import EngineStartError
 from tests.cpu.quant_data import (
     ALL_TYPES,
     FLOAT_TYPES,
     QUANT_TYPES,
     SUPER_BLOCK_TYPES,
     activations_as_prepared,
+    constant_weights,
     dequantize,
     random_weights,
 )
-from worker.cpu.matrix import LIBRARY_PATH, Matrix, load_library
+from worker.cpu.library import Library
+from worker.cpu.matrix import Matrix
 
-if not LIBRARY_PATH.exists():
-    pytest.skip("the CPU library is not built (scripts/build-cpu)", allow_module_level=True)
-
-LIBRARY = load_library()
-BEST_LEVEL = LIBRARY.pw_isa().decode()
-LEVELS = ["avx512_vnni", "avx2"] if BEST_LEVEL == "avx512_vnni" else [BEST_LEVEL]
-SEED = int(os.environ.get("PLACEWRIGHT_TEST_SEED") or np.random.SeedSequence().entropy % 2**32)  # type: ignore[operator]
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    assert LIBRARY.pw_set_isa(request.param.encode()) == 0
-    yield request.param
-    LIBRARY.pw_set_isa(BEST_LEVEL.encode())
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"PLACEWRIGHT_TEST_SEED={SEED}")
-    return np.random.default_rng(SEED)
+each_type = pytest.mark.parametrize("kind", ALL_TYPES, ids=lambda kind: kind.name)
 
 
 def cols_of(kind: Type, n: int) -> int:
@@ -68,9 +46,9 @@ def check_close(
 ) -> None:
     """Against the exact product with the activations as prepared, and with the activations themselves.
 
-    First bound: the integer dots are exact; what is left are f32 roundings, one per group in the sum and a few in the
-    scales, so eps * (cols / 32 + 8) times the sum of magnitudes (vdpbf16ps: one per column pair). Second bound: a code is
-    off by half a step, 1/254 of the largest value of its group; bf16 by 2^-9 of the value.
+    First bound: the integer dots are exact; what is left are f32 roundings, one per group in the sum and a few
+    in the scales, so eps * (cols / 32 + 8) times the sum of magnitudes (float types: one per column). Second
+    bound: a code is off by half a step, 1/254 of the largest value of its group; bf16 by 2^-9 of the value.
     """
     prepared, w = activations_as_prepared(x, kind), weights.astype(np.float64)
     magnitudes = np.abs(prepared) @ np.abs(w).T
@@ -86,66 +64,72 @@ def check_close(
     np.testing.assert_array_less(np.abs(y - x.astype(np.float64) @ w.T), step + rounding + 1e-30)
 
 
-@pytest.mark.parametrize("kind", ALL_TYPES, ids=lambda kind: kind.name)
+@each_type
 @pytest.mark.parametrize(("rows", "n_cols"), [(1, 32), (16, 256), (37, 544), (64, 800), (23, 2304)])
-def test_matches_float64(level: str, rng: np.random.Generator, kind: Type, rows: int, n_cols: int) -> None:
+def test_matches_float64(
+    library: Library, level: str, rng: np.random.Generator, kind: Type, rows: int, n_cols: int
+) -> None:
     cols = cols_of(kind, n_cols)
     file = random_weights(rng, kind, rows, cols)
     weights = dequantize(file, kind)
     for n_tokens in (1, 2, 3, 4, 5, 8, 13, 70):
         x = random_activations(rng, n_tokens, cols)
         for packed in (True, False):
-            y = Matrix(LIBRARY, kind, rows, cols, file, packed=packed).multiply(x)
+            y = Matrix(library, kind, rows, cols, file, packed=packed).multiply(x)
             check_close(y, x, weights, kind)
 
 
-@pytest.mark.parametrize("kind", ALL_TYPES, ids=lambda kind: kind.name)
-def test_same_bits_whatever_the_company(level: str, rng: np.random.Generator, kind: Type) -> None:
+@each_type
+def test_same_bits_whatever_the_company(
+    library: Library, level: str, rng: np.random.Generator, kind: Type
+) -> None:
     """A token's result does not depend on the tokens beside it, the split of rows, packing or expanding."""
     rows, cols = 45, cols_of(kind, 1056)
     file = random_weights(rng, kind, rows, cols)
-    packed = Matrix(LIBRARY, kind, rows, cols, file)
+    packed = Matrix(library, kind, rows, cols, file)
     x = random_activations(rng, 140, cols)
     alone = np.concatenate([packed.multiply(x[t : t + 1]) for t in range(len(x))])
     for n_tokens in (*range(1, 21), 63, 64, 65, 140):
         first = int(rng.integers(0, len(x) - n_tokens + 1))
         part = x[first : first + n_tokens]
         assert np.array_equal(packed.multiply(part), alone[first : first + n_tokens]), n_tokens
-    assert np.array_equal(Matrix(LIBRARY, kind, rows, cols, file, packed=False).multiply(x), alone)
+    assert np.array_equal(Matrix(library, kind, rows, cols, file, packed=False).multiply(x), alone)
     split = np.zeros_like(alone)
     for groups in ((2, 3), (0, 1), (1, 2)):
         packed.multiply(x, split, groups=groups)
     assert np.array_equal(split, alone)
 
 
-@pytest.mark.skipif(len(LEVELS) < 2, reason="this CPU has one instruction set level")
-@pytest.mark.parametrize(
-    "kind", [kind for kind in ALL_TYPES if kind != Type.BF16], ids=lambda kind: kind.name
-)
-def test_levels_agree_to_the_bit(rng: np.random.Generator, kind: Type) -> None:
+@pytest.mark.parametrize("kind", [*QUANT_TYPES, Type.F32, Type.F16], ids=lambda kind: kind.name)
+def test_levels_agree_to_the_bit(library: Library, rng: np.random.Generator, kind: Type) -> None:
     """Integer dots are exact and the float operations are the same; only vdpbf16ps rounds in its own way."""
+    best = library.isa
+    if best == "avx2":
+        pytest.skip("this CPU has one instruction set level")
     rows, cols = 33, cols_of(kind, 1056)
-    matrix = Matrix(LIBRARY, kind, rows, cols, random_weights(rng, kind, rows, cols))
+    matrix = Matrix(library, kind, rows, cols, random_weights(rng, kind, rows, cols))
     x = random_activations(rng, 70, cols)
     results = []
-    for name in LEVELS:
-        LIBRARY.pw_set_isa(name.encode())
+    for name in (best, "avx2"):
+        library.set_isa(name)
         results.append(matrix.multiply(x))
-    LIBRARY.pw_set_isa(BEST_LEVEL.encode())
+    library.set_isa(best)
     assert np.array_equal(results[0], results[1])
 
 
-@pytest.mark.parametrize("kind", ALL_TYPES, ids=lambda kind: kind.name)
-def test_bias_scale_accumulate_gather_and_experts(level: str, rng: np.random.Generator, kind: Type) -> None:
+@each_type
+def test_bias_scale_accumulate_gather_and_experts(
+    library: Library, level: str, rng: np.random.Generator, kind: Type
+) -> None:
     rows, cols, experts = 27, cols_of(kind, 512), 3
     files = [random_weights(rng, kind, rows, cols) for _ in range(experts)]
-    stack = Matrix(LIBRARY, kind, rows, cols, np.stack(files), experts=experts)
+    stack = Matrix(library, kind, rows, cols, np.stack(files), experts=experts)
     x = random_activations(rng, 12, cols)
     gather = rng.integers(0, 12, 9).astype(np.int32)
     output_rows = rng.permutation(11)[:9].astype(np.int32)
     bias = rng.standard_normal(rows, np.float32)
     before = rng.standard_normal((11, rows), np.float32)
-    product = Matrix(LIBRARY, kind, rows, cols, files[1]).multiply(np.ascontiguousarray(x[gather]))
+    product = Matrix(library, kind, rows, cols, files[1]).multiply(np.ascontiguousarray(x[gather]))
     expected = before.copy()
     expected[output_rows] += product * np.float32(0.75) + bias
     y = stack.multiply(
@@ -161,10 +145,12 @@ def test_bias_scale_accumulate_gather_and_experts(level: str, rng: np.random.Gen
     np.testing.assert_array_equal(y, expected)
 
 
-@pytest.mark.parametrize("kind", ALL_TYPES, ids=lambda kind: kind.name)
-def test_writes_nothing_beyond_the_rows(level: str, rng: np.random.Generator, kind: Type) -> None:
+@each_type
+def test_writes_nothing_beyond_the_rows(
+    library: Library, level: str, rng: np.random.Generator, kind: Type
+) -> None:
     rows, cols = 21, cols_of(kind, 256)
-    matrix = Matrix(LIBRARY, kind, rows, cols, random_weights(rng, kind, rows, cols))
+    matrix = Matrix(library, kind, rows, cols, random_weights(rng, kind, rows, cols))
     x = random_activations(rng, 9, cols)
     wide = np.full((9, rows + 11), np.float32(7))
     matrix.multiply(x, wide[:, :rows])
@@ -173,51 +159,47 @@ def test_writes_nothing_beyond_the_rows(level: str, rng: np.random.Generator, ki
 
 
 @pytest.mark.parametrize("kind", QUANT_TYPES, ids=lambda kind: kind.name)
-def test_largest_codes_do_not_saturate(level: str, kind: Type) -> None:
+def test_largest_codes_do_not_saturate(library: Library, level: str, kind: Type) -> None:
     """All codes, activations and signs at their extremes: where 16-bit sums would overflow first."""
     rows, cols = 16, cols_of(kind, 512)
     for byte in (0x00, 0x7F, 0x80, 0xFF):
-        file = random_weights(np.random.default_rng(0), kind, rows, cols)
-        scales = file.copy()
-        file[:] = byte
-        _restore_scales(file, scales, kind)
+        file = constant_weights(kind, rows, cols, byte)
         for sign in (1, -1):
             x = np.full((3, cols), np.float32(sign * 127))
-            check_close(Matrix(LIBRARY, kind, rows, cols, file).multiply(x), x, dequantize(file, kind), kind)
+            check_close(Matrix(library, kind, rows, cols, file).multiply(x), x, dequantize(file, kind), kind)
 
 
-def _restore_scales(file: NDArray[np.uint8], source: NDArray[np.uint8], kind: Type) -> None:
-    from tests.cpu.quant_data import _F16_OFFSETS, gguf
-
-    block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
-    for offset in _F16_OFFSETS[kind]:
-        for byte in (offset, offset + 1):
-            file.reshape(-1, block_bytes)[:, byte] = source.reshape(-1, block_bytes)[:, byte]
-
-
-@pytest.mark.parametrize("kind", ALL_TYPES, ids=lambda kind: kind.name)
-def test_dequantized_rows_equal_the_reference(rng: np.random.Generator, kind: Type) -> None:
+@each_type
+def test_dequantized_rows_equal_the_reference(library: Library, rng: np.random.Generator, kind: Type) -> None:
     rows, cols = 3, cols_of(kind, 1024)
     file = random_weights(rng, kind, rows, cols)
     out = np.empty((rows, cols), np.float32)
+    calls = library.calls
     for row in range(rows):
-        assert LIBRARY.pw_dequantize_row(kind, cols, file[row].ctypes.data, out[row].ctypes.data) == 0
+        assert calls.pw_dequantize_row(kind, cols, file[row].ctypes.data, out[row].ctypes.data) == 0
     np.testing.assert_array_equal(out, dequantize(file, kind))
 
 
-@pytest.mark.parametrize("kind", ALL_TYPES, ids=lambda kind: kind.name)
-def test_nan_is_not_hidden(level: str, rng: np.random.Generator, kind: Type) -> None:
+@each_type
+def test_nan_is_not_hidden(library: Library, level: str, rng: np.random.Generator, kind: Type) -> None:
     cols = cols_of(kind, 256)
-    matrix = Matrix(LIBRARY, kind, 16, cols, random_weights(rng, kind, 16, cols))
+    matrix = Matrix(library, kind, 16, cols, random_weights(rng, kind, 16, cols))
     x = random_activations(rng, 2, cols)
     x[1, 7] = np.nan
     y = matrix.multiply(x)
     assert np.isnan(y[1]).all() and np.isfinite(y[0]).all()
 
 
-def test_unknown_types_and_shapes_are_refused() -> None:
-    assert LIBRARY.pw_type_supported(Type.Q4_1) == 1
-    assert LIBRARY.pw_type_supported(Type.IQ2_XS) == 0 and LIBRARY.pw_type_supported(-1) == 0
-    assert LIBRARY.pw_packed_bytes(Type.Q4_K, 16, 128) < 0 and LIBRARY.pw_file_bytes(999, 16, 256) < 0
-    assert LIBRARY.pw_set_isa(b"sse9") < 0 and LIBRARY.pw_set_isa(b"none") < 0
-    assert LIBRARY.pw_isa().decode() == BEST_LEVEL
+def test_unknown_types_and_shapes_are_refused(library: Library) -> None:
+    assert library.type_supported(Type.Q4_1)
+    assert not library.type_supported(Type.IQ2_XS) and not library.type_supported(-1)
+    for kind, rows, cols in ((Type.Q4_K, 16, 128), (Type.Q8_0, 16, 33), (999, 16, 256), (Type.F32, -1, 4)):
+        with pytest.raises(EngineStartError, match="no CPU kernel"):
+            library.packed_bytes(kind, rows, cols)
+    matrix = Matrix(library, Type.F32, 16, 8, np.zeros(16 * 8 * 4, np.uint8))
+    with pytest.raises(EngineStartError, match="rows 8 to 16"):
+        library.pack(Type.F32, 16, 8, matrix.struct.file, matrix.struct.packed, 8, 16)
+    with pytest.raises(ValueError, match="refused"):
+        matrix.multiply(np.zeros((0, 8), np.float32))
+    with pytest.raises(ValueError, match="bytes"):
+        Matrix(library, Type.F32, 16, 8, np.zeros(3, np.uint8))

@@ -1,4 +1,4 @@
-"""A real hypercorn on a free port with the fake engine behind it, in a thread of its own."""
+"""A real hypercorn on a free port, in a thread of its own; most tests put the fake engine behind it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -16,12 +16,14 @@ from server.app import build_app
 from server.model_info import ModelInfo
 from server.serve import Stop, bind, run_server, url_of
 from server.supervise import Supervisor
+from server.text import Text
 from tests.fakes.engine import CONTEXT_LENGTH_TOKENS, FakeFarm
 from tests.fakes.text import EOS, N_VOCAB, fake_text, ids_of
+from worker.engines.base import Engine
 from worker.protocol import Generate
 
 ANSWER = "Grüße, world! This is a scripted answer. "
-QUICK_RESTARTS = WorkerSettings(restart_backoff_s=0.05, restart_backoff_max_s=0.2, restarts_in_a_row=3)
+QUICK_RESTARTS = WorkerSettings(restart_backoff_s=0.05, restart_backoff_max_s=0.2, failed_starts_in_a_row=3)
 
 
 def scripted(request: Generate) -> list[int]:
@@ -31,15 +33,21 @@ def scripted(request: Generate) -> list[int]:
     return ids_of(ANSWER) * (1 + request.max_tokens // len(ANSWER))
 
 
-class TestServer:
-    """`with TestServer() as server`: `server.url`, `server.farm`, `server.client()`."""
+class LiveServer:
+    """`with LiveServer(...) as server`: serves at `server.url` until the block ends."""
 
-    __test__ = False  # not a test class, whatever pytest thinks of the name
-
-    def __init__(self, wait: bool = True, worker: WorkerSettings = QUICK_RESTARTS, **settings: Any) -> None:
-        self.farm = FakeFarm(scripted, N_VOCAB)
+    def __init__(
+        self,
+        new_engine: Callable[[], Engine],
+        model: ModelInfo,
+        text: Text,
+        wait: bool = True,
+        worker: WorkerSettings = QUICK_RESTARTS,
+        **settings: Any,
+    ) -> None:
         self.settings = ServeSettings(**{"drain_s": 2.0, **settings})
         self.error: BaseException | None = None
+        self._parts = (new_engine, model, text)
         self._worker = worker
         self._wait = wait
         self._ready = threading.Event()
@@ -47,10 +55,10 @@ class TestServer:
         self.url = url_of(self._listener)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> TestServer:
+    def __enter__(self) -> Self:
         self._thread.start()
         if self._wait:
-            assert self._ready.wait(10), self.error
+            assert self._ready.wait(30), self.error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,9 +81,6 @@ class TestServer:
         """Run `function` on the server's loop."""
         self._loop.call_soon_threadsafe(function)
 
-    def kill_engine(self) -> None:
-        self.call(self.farm.engines[-1].die)
-
     def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -91,9 +96,23 @@ class TestServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = Stop()
-        supervisor = Supervisor(self.farm.new_engine, self._worker)
-        model = ModelInfo("tiny", "0123456789abcdef", 1_700_000_000, CONTEXT_LENGTH_TOKENS, N_VOCAB)
-        app = build_app(supervisor, model, fake_text(), self.settings)
+        new_engine, model, text = self._parts
+        supervisor = Supervisor(new_engine, self._worker)
+        app = build_app(supervisor, model, text, self.settings)
         if not self._wait:
             self._ready.set()
         await run_server(supervisor, app, self._listener, self.settings, self._stop, self._ready.set)
+
+
+class TestServer(LiveServer):
+    """A server with the fake engine, which `farm` steers: `with TestServer() as server: ...`."""
+
+    __test__ = False  # not a test class, whatever pytest thinks of the name
+
+    def __init__(self, **settings: Any) -> None:
+        self.farm = FakeFarm(scripted, N_VOCAB)
+        model = ModelInfo("tiny", "0123456789abcdef", 1_700_000_000, CONTEXT_LENGTH_TOKENS, N_VOCAB)
+        super().__init__(self.farm.new_engine, model, fake_text(), **settings)
+
+    def kill_engine(self) -> None:
+        self.call(self.farm.engines[-1].die)

@@ -24,7 +24,7 @@ def main() -> None:
     fakes: dict[str, Any] = {
         "open_plan": lambda plan_id: PLAN,
         "load_text": lambda plan: fake_text(),
-        "engine_factory": lambda plan, settings: farm.new_engine,
+        "engine_factory": lambda plan, settings, text: farm.new_engine,
         "model_info": lambda plan, text: info,
     }
     vars(cli).update(fakes)

@@ -6,7 +6,7 @@ A page that was reused wrongly, shared while written, or not copied gives other 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence, Sequence
 
 from worker.runtime.executor import (
     PAGE_TOKENS,
@@ -82,7 +82,7 @@ class FakeExecutor:
         self.step_s = step_s
         self.token_s = token_s
         self.fail = fail
-        self.batches: list[StepBatch] = []
+        self.batches: MutableSequence[StepBatch] = []
         self.closed = False
         self._slots = [[_NOTHING] * PAGE_TOKENS for _ in range(n_pages)]
 
@@ -109,7 +109,7 @@ class FakeExecutor:
     def close(self) -> None:
         self.closed = True
 
-    def _compute(self, page_ids: list[int], position: int, token: int) -> int:
+    def _compute(self, page_ids: Sequence[int], position: int, token: int) -> int:
         before = 0
         if position:
             before = self._slots[page_ids[(position - 1) // PAGE_TOKENS]][(position - 1) % PAGE_TOKENS]

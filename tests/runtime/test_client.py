@@ -86,11 +86,11 @@ def test_refusals_carry_their_code() -> None:
             assert caught.value.code == "context_length_exceeded"
             with pytest.raises(RequestFailedError, match="poison"):
                 await collect(client, request("b", [POISON]))
-            first = client.generate(request("c", [1], 1000))
-            await anext(first)
+            first = asyncio.create_task(collect(client, request("c", [1], 900)))
+            await asyncio.sleep(0)
             with pytest.raises(RequestFailedError, match="in use"):
                 await collect(client, request("c", [1]))
-            await first.aclose()
+            await first
 
     run(main())
 
@@ -263,6 +263,34 @@ def test_log_file_is_kept(tmp_path: Path) -> None:
     assert "noise on stdout" in text and "bye" in text
 
 
+def test_last_words_are_those_of_this_run(tmp_path: Path) -> None:
+    log_path = tmp_path / "worker.log"
+    log_path.write_text("an old story\n" * 100)
+
+    async def main() -> None:
+        client = WorkerClient(QUICK, log_path, COMMAND)
+        with pytest.raises(EngineStartError, match="last words on stderr") as caught:
+            await client.start(load_message(error="exit"))
+        assert "an old story" not in str(caught.value)
+
+    run(main())
+
+
+def test_a_large_log_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.client.child.MOST_LOG_BYTES", 100)
+    log_path = tmp_path / "worker.log"
+    log_path.write_text("an old story\n" * 100)
+
+    async def main() -> None:
+        client = WorkerClient(QUICK, log_path, COMMAND)
+        await client.start(load_message())
+        await client.close()
+
+    run(main())
+    assert "an old story" in (tmp_path / "worker.log.old").read_text()
+    assert "an old story" not in log_path.read_text()
+
+
 def test_sampling_and_logprobs_cross_the_pipe() -> None:
     async def main() -> None:
         sampling = SamplingParams(temperature=0.7, seed=11, logprobs=3, logit_bias={5: 1.5})
@@ -271,6 +299,34 @@ def test_sampling_and_logprobs_cross_the_pipe() -> None:
             tokens = [event for event in events if isinstance(event, TokenEvent)]
             assert [event.id for event in tokens] == expected_tokens([1], 5, Sampler.of(sampling, 11))
             assert all(event.logprob == -0.5 and len(event.top) == 3 for event in tokens)
+
+    run(main())
+
+
+def test_random_disconnects_leave_nothing_behind() -> None:
+    async def visitor(client: WorkerClient, name: str, end_s: float) -> None:
+        generator = random.Random(name)
+        number = 0
+        while time.monotonic() < end_s:
+            number += 1
+            prompt = [generator.randrange(900) for _ in range(generator.randrange(1, 200))]
+            message = request(f"{name}.{number}", prompt, generator.randrange(1, 60))
+            task = asyncio.create_task(collect(client, message))
+            if generator.random() < 0.5:
+                await asyncio.sleep(generator.random() * 0.05)
+                task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                assert task.result()[0] == greedy(prompt, message.max_tokens)
+
+    async def main() -> None:
+        async with worker(n_pages=48, step_s=0.0005) as client:
+            end_s = time.monotonic() + 3
+            await asyncio.gather(*(visitor(client, f"v{index}", end_s) for index in range(16)))
+            await asyncio.sleep(0.2)
+            stats = await client.stats()
+            assert stats["requests_running"] == stats["requests_queued"] == stats["kv_pages_held"] == 0
+            assert stats["requests_cancelled"]
 
     run(main())
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.runtime.fake_worker import POISON
 from tests.runtime.workers import COMMAND, PLACEMENT
 from worker.protocol import PROTOCOL_VERSION
 
@@ -75,6 +78,12 @@ def test_hello_comes_first(pipe: Pipe) -> None:
     assert hello["pid"] == pipe.process.pid and "generate" in hello["capabilities"]
 
 
+def test_hello_does_not_wait_for_heavy_imports() -> None:
+    program = "import sys, worker.__main__; sys.exit('numpy' in sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, timeout=20).returncode == 0
+
+
 def test_before_a_model_is_loaded(pipe: Pipe) -> None:
     pipe.receive()
     pipe.generate("a", [1])
@@ -130,6 +139,31 @@ def test_shutdown_ends_every_request(pipe: Pipe, how: str) -> None:
     ends = [(m["request_id"], m["code"]) for m in messages if m["type"] in FINALS]
     assert sorted(ends) == [(name, "shutdown") for name in "abcdef"]
     assert pipe.process.wait(10) == 0 and time.monotonic() - started_s < 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_messages_end_each_request_once(pipe: Pipe, seed: int) -> None:
+    generator = random.Random(seed)
+    pipe.receive()
+    pipe.load(step_s=0.001, n_pages=24)
+    pipe.receive_until("ready")
+    asked: list[str] = []
+    for index in range(60):
+        choice = generator.random()
+        if choice < 0.6:
+            asked.append(f"r{index}")
+            prompt = [generator.randrange(900)] * generator.choice([1, 40, 200, 900])
+            prompt += [POISON] * (generator.random() < 0.1)
+            pipe.generate(asked[-1], prompt, generator.choice([1, 30, 400]))
+        elif choice < 0.9 and asked:
+            pipe.send(type="cancel", request_id=generator.choice(asked))
+        else:
+            pipe.send_line(generator.randbytes(20).replace(b"\n", b" "))
+        time.sleep(generator.random() * 0.01)
+    pipe.process.send_signal(signal.SIGTERM)
+    messages = pipe.receive_until("bye")
+    ends = Counter(message["request_id"] for message in messages if message["type"] in FINALS)
+    assert ends == Counter(asked)
 
 
 def test_sigterm_in_the_middle_of_a_load(pipe: Pipe) -> None:

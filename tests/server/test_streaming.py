@@ -63,14 +63,18 @@ def test_keep_alive_comments_during_a_long_prefill() -> None:
 
 @pytest.mark.parametrize(
     ("code", "status"),
-    [("context_length_exceeded", 400), ("overloaded", 429), ("shutdown", 503), ("internal", 500)],
+    [
+        ("context_length_exceeded", 400),
+        ("overloaded", 429),
+        ("shutdown", 503),
+        ("timeout", 504),
+        ("internal", 500),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_engine_refusals_have_a_status(code: str, status: int, stream: bool) -> None:
     with TestServer() as server, server.client() as client:
-        error = RequestFailedError("said the engine")
-        error.code = code  # type: ignore[attr-defined]
-        server.farm.fail_with = error
+        server.farm.fail_with = RequestFailedError("said the engine", code)
         answer = client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
         assert answer.status_code == status
         assert answer.json()["error"]["code"] == code

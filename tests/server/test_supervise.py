@@ -103,7 +103,18 @@ def test_giving_up_after_too_many_restarts() -> None:
         server.kill_engine()
         server.join()
     assert isinstance(server.error, EngineStartError)
-    assert len(server.farm.engines) == 1 + QUICK_RESTARTS.restarts_in_a_row
+    assert len(server.farm.engines) == 1 + QUICK_RESTARTS.failed_starts_in_a_row
+
+
+def test_any_number_of_deaths_is_survived() -> None:
+    """More than the number of failed starts that makes the server give up."""
+    with TestServer() as server, server.client() as client:
+        for _ in range(6):
+            server.kill_engine()
+            server.until(lambda: client.get("/health").status_code == 503)
+            server.until(lambda: client.get("/health").status_code == 200)
+            assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+        assert client.get("/stats").json()["engine_restarts"] == 6
 
 
 def test_shutdown_lets_running_requests_finish() -> None:

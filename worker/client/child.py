@@ -15,6 +15,7 @@ from configs.errors import EngineStartError
 
 LOG_TAIL_BYTES = 4096
 LOG_TAIL_LINES = 16
+MOST_LOG_BYTES = 16 << 20  # a log beyond this is put aside, once
 
 
 class ChildProcess:
@@ -24,11 +25,16 @@ class ChildProcess:
     """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, log_file: BinaryIO, log_path: Path | None
+        self,
+        process: asyncio.subprocess.Process,
+        log_file: BinaryIO,
+        log_path: Path | None,
+        log_begin_bytes: int,
     ) -> None:
         self.process = process
         self._log_file = log_file
         self._log_path = log_path
+        self._log_begin_bytes = log_begin_bytes  # what is before was written by others
 
     @staticmethod
     async def spawn(
@@ -36,6 +42,7 @@ class ChildProcess:
     ) -> ChildProcess:
         """Raises EngineStartError when there is no such program."""
         log_file = _open_log(log_path)
+        begin_bytes = os.fstat(log_file.fileno()).st_size
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -51,7 +58,7 @@ class ChildProcess:
         except BaseException:
             log_file.close()
             raise
-        return ChildProcess(process, log_file, log_path)
+        return ChildProcess(process, log_file, log_path, begin_bytes)
 
     @property
     def running(self) -> bool:
@@ -95,7 +102,7 @@ class ChildProcess:
         descriptor = self._log_file.fileno()
         size_bytes = os.fstat(descriptor).st_size
         # pread, since the child writes at the position that we share with it
-        tail = os.pread(descriptor, LOG_TAIL_BYTES, max(0, size_bytes - LOG_TAIL_BYTES))
+        tail = os.pread(descriptor, LOG_TAIL_BYTES, max(self._log_begin_bytes, size_bytes - LOG_TAIL_BYTES))
         lines = tail.decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         where = f" of {self._log_path}" if self._log_path else ""
         return f"\nlast lines{where}:\n  " + "\n  ".join(lines) if lines else ""
@@ -109,6 +116,8 @@ def _open_log(log_path: Path | None) -> BinaryIO:
         return os.fdopen(descriptor, "a+b")
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        if log_path.exists() and log_path.stat().st_size > MOST_LOG_BYTES:
+            log_path.replace(log_path.with_name(log_path.name + ".old"))
         return open(log_path, "a+b")
     except OSError as error:
         raise EngineStartError(f"cannot write the log {log_path}: {error}") from error

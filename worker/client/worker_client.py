@@ -212,8 +212,9 @@ class WorkerClient:
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDiedError(self._death)
-        if not self.alive():
+        if self._closing or self._child is None:
             raise EngineDiedError("the worker is not running")
+        # A process that is gone but not yet reported is left to the reader: it ends every wait with the last words.
 
     def _open(self, request_id: str, first_s: float, next_s: float) -> Stream:
         self._check_alive()

@@ -6,6 +6,7 @@ The arrays are made once; filling them and `Step.run(batch.struct, n_threads)` i
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ class StepBatch:
         self.cancel = np.zeros(1, np.int32)
         self.samplers = (SamplerStruct * max_outputs)(*[SamplerStruct(**GREEDY) for _ in range(max_outputs)])
         self.sampled = (SampledStruct * max_outputs)()
-        self._kept: dict[tuple[int, str], NDArray] = {}
+        self._kept: dict[tuple[int, str], NDArray[Any] | None] = {}
         self.struct = BatchStruct(page_table_stride=max_pages)
         for name in ("token_ids", "positions", "sequence_first", "page_tables", "output_rows", "cancel"):
             setattr(self.struct, name, getattr(self, name).ctypes.data)
@@ -45,7 +46,7 @@ class StepBatch:
 
     def set_logits(self, logits: NDArray[np.float32] | None) -> None:
         """Where the model's logits [max_outputs, n_vocab] are copied to; None for nowhere."""
-        self._kept[0, "logits"] = logits  # type: ignore[assignment]
+        self._kept[0, "logits"] = logits
         self.struct.logits = None if logits is None else logits.ctypes.data
 
     def set_history(self, output: int, history: NDArray[np.int32]) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.errors import EngineError, EngineStartError, RequestFailedError
-from worker.cpu.structs import BatchStruct, BufferStruct, Code, KvType, OpKind, OpStruct, WeightStruct
+from worker.cpu.structs import BatchStruct, BufferStruct, Code, KvType, OpStruct, WeightStruct
+from worker.ops.oplist import OpKind
 
 if TYPE_CHECKING:
     from worker.cpu.library import Library
@@ -35,7 +36,7 @@ class Arena:
     def view(self) -> NDArray[np.uint8]:
         """The bytes as an array; it must not outlive the arena."""
         memory = (ctypes.c_uint8 * self.size_bytes).from_address(self.address)
-        return np.frombuffer(memory, dtype=np.uint8)
+        return np.ctypeslib.as_array(memory)
 
     def close(self) -> None:
         address, self.address = self.address, 0

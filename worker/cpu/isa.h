@@ -5,7 +5,7 @@ namespace pw {
 
 enum class IsaLevel { none, avx2, avx512 };
 
-// The best level of this CPU and operating system, unless pw_set_isa chose another. `none`: the library cannot run here.
+// The best level of this CPU and system, unless pw_set_isa chose another. `none`: the library cannot run here.
 IsaLevel isa_level();
 
 }  // namespace pw

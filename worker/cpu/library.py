@@ -21,6 +21,7 @@ from worker.cpu.structs import (
     BufferStruct,
     Code,
     KvType,
+    MatmulCallStruct,
     OpStruct,
     WeightStruct,
 )
@@ -66,6 +67,8 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "pw_step_profile": (None, [c_void_p, POINTER(c_double)]),
     "pw_read_bandwidth": (c_double, [c_void_p, c_int32, c_void_p, c_size_t]),
     "pw_int8_peak": (c_double, [c_void_p, c_int32]),
+    "pw_matmul": (c_int32, [POINTER(MatmulCallStruct)]),
+    "pw_dequantize_row": (c_int32, [c_int32, c_int32, c_void_p, c_void_p]),
 }
 
 
@@ -140,12 +143,12 @@ class Library:
 
     def last_error(self) -> str:
         """The library's words for this thread's last failure."""
-        return self.calls.pw_last_error().decode(errors="replace")
+        return str(self.calls.pw_last_error(), errors="replace")
 
     @property
     def isa(self) -> str:
         """The instruction set level in use: "avx512_vnni" or "avx2"; "none" where the CPU has neither."""
-        return self.calls.pw_isa().decode()
+        return str(self.calls.pw_isa(), "ascii")
 
     def set_isa(self, name: str) -> None:
         """Chooses the level of teams and steps made from now on. Raises EngineError when the CPU lacks it."""
@@ -157,11 +160,11 @@ class Library:
     @property
     def step_calls(self) -> int:
         """How often a step was run in this process."""
-        return self.calls.pw_step_calls()
+        return int(self.calls.pw_step_calls())
 
     def type_supported(self, type_id: int) -> bool:
         """Whether there are kernels for a ggml type."""
-        return self.calls.pw_type_supported(type_id) == 1
+        return bool(self.calls.pw_type_supported(type_id))
 
     def packed_bytes(self, type_id: int, rows: int, columns: int) -> int:
         """Bytes of one packed matrix. Raises EngineStartError for a type or width without kernels."""
@@ -172,7 +175,7 @@ class Library:
         return self._size(self.calls.pw_file_bytes, type_id, rows, columns)
 
     def _size(self, function: ctypes._NamedFuncPointer, type_id: int, rows: int, columns: int) -> int:
-        size_bytes = function(type_id, rows, columns)
+        size_bytes = int(function(type_id, rows, columns))
         if size_bytes < 0:
             raise EngineStartError(f"no CPU kernel for a {rows} x {columns} matrix of ggml type {type_id}")
         return size_bytes
@@ -229,8 +232,8 @@ class Library:
 
     def read_bandwidth(self, team: Team, n_threads: int, memory: Arena) -> float:
         """Bytes per second of reading `memory` once, one sequential stream per thread."""
-        return self.calls.pw_read_bandwidth(team.handle, n_threads, memory.address, memory.size_bytes)
+        return float(self.calls.pw_read_bandwidth(team.handle, n_threads, memory.address, memory.size_bytes))
 
     def int8_peak(self, team: Team, n_threads: int) -> float:
         """int8 multiply-adds per second that the threads reach in registers."""
-        return self.calls.pw_int8_peak(team.handle, n_threads)
+        return float(self.calls.pw_int8_peak(team.handle, n_threads))

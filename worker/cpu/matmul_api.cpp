@@ -23,10 +23,18 @@ double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-bool is_valid(const pw_weight* weight, int32_t n_tokens) {
-  const pw::TypeInfo* info = pw::find_type(weight->type);
-  return info != nullptr && weight->rows > 0 && weight->cols > 0 && weight->cols % info->unit_cols == 0 &&
-         n_tokens > 0 && (weight->packed != nullptr || weight->file != nullptr);
+bool is_matrix(const pw_weight& weight) {
+  const pw::TypeInfo* info = pw::find_type(weight.type);
+  return info != nullptr && weight.rows > 0 && weight.cols > 0 && weight.cols % info->unit_cols == 0 &&
+         (weight.packed != nullptr || weight.file != nullptr);
+}
+
+bool is_range(int32_t begin, int32_t end, int32_t size) { return 0 <= begin && begin <= end && end <= size; }
+
+bool is_valid(const pw_matmul_call& call) {
+  const int32_t n_groups = (call.weight->rows + pw::kRowGroup - 1) / pw::kRowGroup;
+  return is_matrix(*call.weight) && call.n_tokens > 0 && is_range(call.group_begin, call.group_end, n_groups) &&
+         is_range(call.expert_begin, call.expert_end, call.weight->experts);
 }
 
 }  // namespace
@@ -36,7 +44,7 @@ extern "C" {
 int32_t pw_matmul(const pw_matmul_call* call) {
   const pw_weight* weight = call->weight;
   if (pw::isa_level() == pw::IsaLevel::none) return PW_E_UNSUPPORTED;
-  if (!is_valid(weight, call->n_tokens)) return PW_E_ARGUMENT;
+  if (!is_valid(*call)) return PW_E_ARGUMENT;
   const pw::MatmulKernels& kernels = pw::matmul_kernels();
   const pw::ActForm form = pw::activation_form(weight->type);
   Buffer memory(kernels.activations_bytes(form, call->n_tokens, weight->cols));

@@ -31,21 +31,6 @@ class KvType(IntEnum):
     Q8_0 = 8
 
 
-class OpKind(IntEnum):
-    """`pw_op_kind`; what each one reads and writes is said in pw_cpu.h."""
-
-    EMBED = 1
-    RMS_NORM = 2
-    LINEAR = 3
-    ROPE_STORE = 4
-    ATTENTION = 5
-    GLU = 6
-    ROUTER = 7
-    MOE = 8
-    SELECT = 9
-    SAMPLE = 10
-
-
 class WeightStruct(ctypes.Structure):
     """`pw_weight`: a matrix [rows, cols] or a stack of `experts` of them; addresses may be None."""
 
@@ -136,6 +121,29 @@ class BatchStruct(ctypes.Structure):
     ]
 
 
+class MatmulCallStruct(ctypes.Structure):
+    """`pw_matmul_call`: one matrix product on the calling thread."""
+
+    _fields_ = [
+        ("weight", POINTER(WeightStruct)),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("gather", c_void_p),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+        ("output_rows", c_void_p),
+        ("bias", c_void_p),
+        ("seconds", c_void_p),
+        ("n_tokens", c_int32),
+        ("expert_begin", c_int32),
+        ("expert_end", c_int32),
+        ("group_begin", c_int32),
+        ("group_end", c_int32),
+        ("accumulate", c_int32),
+        ("scale", c_float),
+    ]
+
+
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "pw_weight": WeightStruct,
     "pw_op": OpStruct,
@@ -143,4 +151,5 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "pw_sampler": SamplerStruct,
     "pw_sampled": SampledStruct,
     "pw_batch": BatchStruct,
+    "pw_matmul_call": MatmulCallStruct,
 }

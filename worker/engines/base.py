@@ -1,12 +1,14 @@
 """What an engine is: something that can run a plan. The planner, the bench and the server know only this page.
 
-An engine takes token ids and yields events. It is used from one asyncio loop; several requests may run at a time.
+An engine takes token ids and yields events. It is used from one asyncio loop; several requests may run at a
+time.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 import msgspec
 
@@ -21,12 +23,20 @@ class EngineInfo(msgspec.Struct, frozen=True):
     name: str
     version: str
     context_length_tokens: int
-    n_vocab: int
+    n_vocab: int | None
     max_sequences: int
     kv_capacity_tokens: int | None
     memory_bytes: dict[str, int]
     load_s: float | None
     feeds_teacher_ids: bool = True  # False: with `teacher_ids` it decodes as many tokens, but its own
+
+
+class TextCodec(Protocol):
+    """A model's tokenizer, for engines that take or return text only."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
 
 
 class Engine(abc.ABC):

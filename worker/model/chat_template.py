@@ -53,7 +53,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
     ) -> str:
-        """The prompt for an OpenAI-style conversation; its special tokens are text: tokenize with `parse_special`.
+        """The prompt for an OpenAI-style conversation. Tokenize it with `parse_special`.
 
         `extra` reaches the template under its own names (`enable_thinking=False`). Raises RequestError: code
         `template_error` with the template's own words where it refuses or fails, `invalid_request` for
@@ -93,14 +93,19 @@ def load_chat_template(metadata: Mapping[str, Any]) -> ChatTemplate | None:
         return None
     if not isinstance(source, str) or not isinstance(tool_source, str | None):
         raise ModelFileError(f"tokenizer.chat_template must be a string, it is a {type(source).__name__}")
+    return ChatTemplate(source, tool_source=tool_source, special_tokens=_special_tokens(metadata))
+
+
+def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of special tokens under the names by which templates call them."""
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    tokens: Sequence[str] = metadata.get("tokenizer.ggml.tokens") or []
-    special_tokens: dict[str, str] = {}
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    texts: dict[str, str] = {}
     for name, key in names.items():
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None and 0 <= int(token_id) < len(tokens):
-            special_tokens[name] = tokens[int(token_id)]
-    return ChatTemplate(source, tool_source=tool_source, special_tokens=special_tokens)
+        if isinstance(token_id, int) and 0 <= token_id < len(tokens):
+            texts[name] = str(tokens[token_id])
+    return texts
 
 
 def _contexts(context: dict[str, Any], messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

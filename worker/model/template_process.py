@@ -87,7 +87,8 @@ class TemplateProcess:
         try:
             _write(child, len(body).to_bytes(8, "little") + body, deadline)
             length = int.from_bytes(_read(child, 8, deadline), "little")
-            return json.loads(_read(child, length, deadline))
+            answer: dict[str, str] = json.loads(_read(child, length, deadline))
+            return answer
         except TimeoutError:
             raise _ChildStoppedError(f"rendering took longer than {limit_s:g} s and was stopped") from None
         except (EOFError, BrokenPipeError):

@@ -14,7 +14,7 @@ from worker.model.pretokenizers import RULES
 from worker.model.tokenizer_bpe import BytePairModel
 from worker.model.tokenizer_special import SpecialSplitter
 from worker.model.tokenizer_spm import ScoredMergeModel
-from worker.model.tokenizer_vocabulary import TokenType, Vocabulary, load_vocabulary
+from worker.model.tokenizer_vocabulary import TokenType, Vocabulary, load_vocabulary, read_array
 
 # What the absence of a key means to a SentencePiece file.
 _SPM_DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
@@ -96,6 +96,8 @@ class Tokenizer:
 
     def is_control(self, token_id: int) -> bool:
         """True for tokens that steer the model and are no part of its text (and for the unknown token)."""
+        if token_id < 0:
+            raise IndexError(f"token id {token_id} is negative")
         return self._vocabulary.types[token_id] in (TokenType.CONTROL, TokenType.UNKNOWN)
 
     def token_text(self, token_id: int) -> str:
@@ -143,14 +145,14 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _load_byte_pair(metadata: Mapping[str, Any]) -> Tokenizer:
-    name = metadata.get("tokenizer.ggml.pre", "default") or "default"
-    rule = RULES.get(name)
+    name = metadata.get("tokenizer.ggml.pre") or "default"
+    rule = RULES.get(name) if isinstance(name, str) else None
     if rule is None:
         raise ModelFileError(
             f"tokenizer.ggml.pre is {name!r}, a way to cut words that is not known here; known are "
             f"{', '.join(sorted(RULES))}; try an engine that knows it"
         )
-    merges = metadata.get("tokenizer.ggml.merges")
+    merges = read_array(metadata, "tokenizer.ggml.merges", str)
     if merges is None:
         raise ModelFileError("tokenizer.ggml.merges is missing, so a BPE vocabulary can not be used")
     vocabulary = load_vocabulary(metadata, {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models
@@ -29,7 +31,7 @@ class BytePairModel:
     """Splits by a PreTokenizer, then merges pairs in the order of the file's `merges`."""
 
     def __init__(self, vocabulary: Vocabulary, merges: Sequence[str], rule: PreTokenizer) -> None:
-        pairs = [_split_merge(merge, rank) for rank, merge in enumerate(merges)]
+        pairs = _split_merges(merges)
         ids = vocabulary.ids
         self._n_vocab = len(ids)
         self._spare_bytes: list[list[int]] = []
@@ -71,10 +73,17 @@ class BytePairModel:
         return result
 
 
+def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
+    pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
+    if all(map(all, pairs)) and set(map(len, pairs)) <= {2}:
+        return pairs
+    return [_split_merge(merge, rank) for rank, merge in enumerate(merges)]
+
+
 def _split_merge(merge: str, rank: int) -> tuple[str, str]:
     # From the second character on, since the left part may itself be a space.
     space = merge.find(" ", 1)
-    if space < 0:
+    if space < 0 or space + 1 == len(merge):
         raise ModelFileError(
             f"tokenizer.ggml.merges[{rank}] is {merge!r}; a merge is two parts with a space between"
         )
@@ -82,16 +91,19 @@ def _split_merge(merge: str, rank: int) -> tuple[str, str]:
 
 
 def _missing_parts(pairs: list[tuple[str, str]], ids: dict[str, int]) -> list[str]:
-    """Texts that merges mention and the vocabulary lacks.
+    """Texts that merges mention, and bytes, which the vocabulary lacks.
 
-    Under spare ids they take part in merging, so that longer tokens stay reachable, and leave as bytes.
+    Under spare ids they take part in merging and leave as bytes: longer tokens stay reachable, and what stands
+    left and right of an unknown byte does not become neighbours.
     """
-    missing: dict[str, None] = {}
-    for left, right in pairs:
-        for text in (left, right, left + right):
-            if text not in ids:
-                missing[text] = None
-    return list(missing)
+    mentioned = {*CHARACTER_OF_BYTE.values(), *chain.from_iterable(pairs)}
+    mentioned.update(map("".join, pairs))
+    missing = sorted(mentioned.difference(ids))
+    try:
+        "".join(missing).encode()
+    except UnicodeEncodeError:
+        raise ModelFileError("tokenizer.ggml.merges holds a merge that is not valid UTF-8") from None
+    return missing
 
 
 def _ids_of_characters(text: str, ids: dict[str, int]) -> list[int]:

@@ -7,6 +7,7 @@ text is split into tokens.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,13 +112,13 @@ def load_vocabulary(metadata: Mapping[str, Any], default_ids: Mapping[str, int])
             f"tokenizer.ggml.tokens holds {repeated!r} more than once, so text has no single "
             "spelling in ids; the file was converted wrongly, get another conversion"
         )
-    types = _read_types(metadata, len(tokens))
+    types = _read_types(metadata, tokens)
     special = _read_special_ids(metadata, len(tokens), default_ids)
     end_ids = _find_end_ids(ids, types, special)
     return Vocabulary(
         tokens=tokens,
         types=types,
-        scores=_read_scores(metadata, len(tokens)),
+        scores=_read_for_each_token(metadata, "tokenizer.ggml.scores", len(tokens), float, int),
         ids=ids,
         bos_id=special.get("bos"),
         eos_id=special.get("eos"),
@@ -127,36 +128,58 @@ def load_vocabulary(metadata: Mapping[str, Any], default_ids: Mapping[str, int])
     )
 
 
+def read_array(metadata: Mapping[str, Any], key: str, *kinds: type) -> list[Any] | None:
+    """An array of the metadata (a list, a tuple or a numpy array) as a list; None where the key is absent.
+
+    Raises ModelFileError where it is no array or holds anything but `kinds`.
+    """
+    stored = metadata.get(key)
+    if stored is None:
+        return None
+    values = stored.tolist() if hasattr(stored, "tolist") else stored
+    if not isinstance(values, list | tuple):
+        raise ModelFileError(f"{key} must be an array, it is a {type(stored).__name__}")
+    strange = {kind for kind in set(map(type, values)) if not issubclass(kind, kinds)}
+    if strange:
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise ModelFileError(f"{key} must be an array of {expected}, it holds a {strange.pop().__name__}")
+    return list(values)
+
+
 def _read_tokens(metadata: Mapping[str, Any]) -> list[str]:
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if tokens is None or isinstance(tokens, str) or not len(tokens):
+    tokens = read_array(metadata, "tokenizer.ggml.tokens", str)
+    if not tokens:
         raise ModelFileError(
             "the file holds no vocabulary (tokenizer.ggml.tokens is missing or empty), so it can not read "
             "text; use a complete model file, not an adapter or a projector"
         )
-    if not all(isinstance(token, str) for token in tokens):
-        raise ModelFileError("tokenizer.ggml.tokens must be an array of strings")
+    try:
+        "".join(tokens).encode()
+    except UnicodeEncodeError:
+        raise ModelFileError("tokenizer.ggml.tokens holds a token that is not valid UTF-8") from None
     return [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(tokens)]
 
 
-def _read_types(metadata: Mapping[str, Any], n_vocab: int) -> list[int]:
-    stored = metadata.get("tokenizer.ggml.token_type")
-    if stored is None:
-        return [int(TokenType.NORMAL)] * n_vocab
-    if len(stored) < n_vocab:
-        raise ModelFileError(f"tokenizer.ggml.token_type has {len(stored)} entries for {n_vocab} tokens")
-    return [int(value) for value in stored[:n_vocab]]
+def _read_types(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
+    types = _read_for_each_token(metadata, "tokenizer.ggml.token_type", len(tokens), int)
+    if not types:
+        return [int(TokenType.NORMAL)] * len(tokens)
+    for token_id, kind in enumerate(types):
+        if kind == TokenType.BYTE and not _BYTE_TOKEN.fullmatch(tokens[token_id]):
+            raise ModelFileError(
+                f"token {token_id} is of type byte but spelt {tokens[token_id]!r}; it must look like '<0x0A>'"
+            )
+    return types
 
 
-def _read_scores(metadata: Mapping[str, Any], n_vocab: int) -> Sequence[float]:
-    stored = metadata.get("tokenizer.ggml.scores")
-    if stored is None:
-        return []
-    if len(stored) < n_vocab:
-        raise ModelFileError(f"tokenizer.ggml.scores has {len(stored)} entries for {n_vocab} tokens")
-    return [float(value) for value in stored[:n_vocab]]
+def _read_for_each_token(metadata: Mapping[str, Any], key: str, n_vocab: int, *kinds: type) -> list[Any]:
+    values = read_array(metadata, key, *kinds) or []
+    if values and len(values) < n_vocab:
+        raise ModelFileError(f"{key} has {len(values)} entries for {n_vocab} tokens")
+    return values[:n_vocab]
 
 
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _SPECIAL_NAMES = ("bos", "eos", "eot", "eom", "unknown", "padding", "fim_pad", "fim_rep", "fim_sep")
 
 
@@ -165,10 +188,13 @@ def _read_special_ids(
 ) -> dict[str, int]:
     special = {name: token_id for name, token_id in default_ids.items() if token_id < n_vocab}
     for name in _SPECIAL_NAMES:
-        stored = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        key = f"tokenizer.ggml.{name}_token_id"
+        stored = metadata.get(key, -1)
+        if not isinstance(stored, int):
+            raise ModelFileError(f"{key} must be a token id, it is a {type(stored).__name__}")
         # Some files say -1 or an id beyond the vocabulary for "none".
-        if stored is not None and 0 <= int(stored) < n_vocab:
-            special[name] = int(stored)
+        if 0 <= stored < n_vocab:
+            special[name] = stored
     return special
 
 

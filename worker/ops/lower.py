@@ -7,6 +7,7 @@ function here, in the order in which a token meets them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from plans.units import (
     AttentionShape,
@@ -80,7 +81,7 @@ class _Builder:
         number = self.constants.setdefault(values, len(self.constants))
         return self._weight(Weight(f"{name}.{number}", constant=values))
 
-    def add(self, kind: OpKind, unit: Unit, **operands: tuple) -> None:
+    def add(self, kind: OpKind, unit: Unit, **operands: Any) -> None:
         self.ops.append(Op(kind, unit.layer, **operands))
 
     def residual(self) -> int:

@@ -51,10 +51,14 @@ class ReferenceExecutor:
         return [self.buffers[index] for index in op.inputs]
 
 
+def _f32(x: npt.ArrayLike) -> Float32Array:
+    return np.asarray(x, np.float32)
+
+
 def rms_norm(x: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019)."""
     mean_square = np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True)
-    return (x / np.sqrt(mean_square + eps) * weight).astype(np.float32)
+    return _f32(x / np.sqrt(mean_square + eps) * weight)
 
 
 def rotate(
@@ -86,14 +90,14 @@ def rotate(
 
 def activate(x: Float32Array, code: int) -> Float32Array:
     if code == 0:
-        return (x / (1 + np.exp(-x.astype(np.float64)))).astype(np.float32)
+        return _f32(x / (1 + np.exp(-x.astype(np.float64))))
     inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x.astype(np.float64) ** 3)
-    return (0.5 * x * (1 + np.tanh(inner))).astype(np.float32)
+    return _f32(0.5 * x * (1 + np.tanh(inner)))
 
 
 def softmax(x: Float32Array) -> Float32Array:
     shifted = np.exp((x - x.max(axis=-1, keepdims=True)).astype(np.float64))
-    return (shifted / shifted.sum(axis=-1, keepdims=True)).astype(np.float32)
+    return _f32(shifted / shifted.sum(axis=-1, keepdims=True))
 
 
 def choose_experts(
@@ -124,7 +128,7 @@ def attend(
     if cap:
         scores = cap * np.tanh(scores / cap)
     weights = softmax(np.where(visible[None], scores, -np.inf).astype(np.float32))
-    return np.einsum("hnt,thd->nhd", weights, values).astype(np.float32)
+    return _f32(np.einsum("hnt,thd->nhd", weights, values))
 
 
 def _embed(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
@@ -152,8 +156,8 @@ def _linear(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
 
 def _slots(batch: Batch, sequence: int, positions: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     """Rows of the KV cache that hold these positions of a sequence."""
-    pages = batch.page_tables[sequence][positions // PAGE_TOKENS].astype(np.int64)
-    return pages * PAGE_TOKENS + positions % PAGE_TOKENS
+    pages = batch.page_tables[sequence][positions // PAGE_TOKENS]
+    return np.asarray(pages.astype(np.int64) * PAGE_TOKENS + positions % PAGE_TOKENS, np.int64)
 
 
 def _sequence_rows(batch: Batch) -> list[slice]:

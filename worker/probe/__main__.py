@@ -16,7 +16,6 @@ import msgspec
 
 from plans import host
 from plans.machine import REPORT_VERSION, MachineReport
-from worker.cpu.matrix import LIBRARY_PATH
 from worker.probe.disk import measure_disk
 from worker.probe.kernels import measure_library, say
 
@@ -27,13 +26,13 @@ def huge_pages_allowed() -> bool:
     return "[never]" not in text
 
 
-def measure_machine(folder: Path, library_path: Path = LIBRARY_PATH) -> MachineReport:
+def measure_machine(folder: Path, library_path: Path | None = None) -> MachineReport:
     """Everything; about 15 s on two cores."""
     start_s = time.perf_counter()
     here = host.read_host()
     say("disk")
     disk, disk_missing = measure_disk(folder)
-    rates = measure_library(library_path, here.cpus[0].cores_available, here.cpus[0].l3_bytes)
+    rates = measure_library(here.cpus[0].cores_available, here.cpus[0].l3_bytes, library_path)
     return MachineReport(
         report_version=REPORT_VERSION,
         host=here,

@@ -6,7 +6,6 @@ disturbed least.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 import time
@@ -18,10 +17,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.errors import EngineError
 from plans import host
 from plans.files import hash_file
 from plans.machine import KernelRate, PeakRate, ReadRate
-from worker.cpu.matrix import Arena, Matrix, load_library
+from worker.cpu.handles import Arena
+from worker.cpu.library import Library, load_library
+from worker.cpu.matrix import Matrix
 from worker.model.types import BY_NAME, WEIGHT_TYPES
 
 _PERIOD_S = 0.06  # one rate is measured for so long
@@ -55,51 +57,34 @@ def best_rate(run: Callable[[], float], period_s: float = _PERIOD_S) -> float:
     return max(rates)
 
 
-class Library:
-    """The functions that measure without a model, over one team of all cores."""
+class Bench:
+    """The library and a team of all cores."""
 
-    def __init__(self, path: Path, cores: int) -> None:
-        self.kernels = load_library(path)
-        pointer, i32 = ctypes.c_void_p, ctypes.c_int32
-        declared = {
-            "pw_team_create": (pointer, [i32, pointer, i32]),
-            "pw_team_destroy": (None, [pointer]),
-            "pw_read_bandwidth": (ctypes.c_double, [pointer, i32, pointer, ctypes.c_size_t]),
-            "pw_int8_peak": (ctypes.c_double, [pointer, i32]),
-        }
-        for name, (result, arguments) in declared.items():
-            function = getattr(self.kernels, name)
-            function.restype, function.argtypes = result, arguments
-        self._team = self.kernels.pw_team_create(cores, None, 2000)
-        if not self._team:
-            raise OSError(f"the library could not start {cores} threads")
-
-    @property
-    def isa(self) -> str:
-        return str(self.kernels.pw_isa().decode())
+    def __init__(self, path: Path | None, cores: int) -> None:
+        self.library = load_library(path)
+        self._team = self.library.team_create(cores)
 
     def read_bytes_per_s(self, threads: int, arena: Arena) -> float:
-        return best_rate(
-            lambda: self.kernels.pw_read_bandwidth(self._team, threads, arena.address, arena.bytes.size)
-        )
+        return best_rate(lambda: self.library.read_bandwidth(self._team, threads, arena))
 
     def int8_macs_per_s(self, threads: int) -> float:
-        return best_rate(lambda: self.kernels.pw_int8_peak(self._team, threads))
+        return best_rate(lambda: self.library.int8_peak(self._team, threads))
 
-    def close(self) -> None:
-        """Ends the team, so that its threads do not spin beside the ones that measure matrices."""
-        self.kernels.pw_team_destroy(self._team)
+    def close_team(self) -> None:
+        """Its threads would spin beside the ones that measure matrices."""
+        self._team.close()
 
 
-def measure_reads(library: Library, counts: tuple[int, ...], l3_bytes: int | None) -> Iterator[ReadRate]:
+def measure_reads(bench: Bench, counts: tuple[int, ...], l3_bytes: int | None) -> Iterator[ReadRate]:
     """RAM read against threads, on small pages and on huge ones."""
     size = max(_SMALLEST_READ_BYTES, _CACHE_MULTIPLE * (l3_bytes or 0))
     size = min(size, host.ram_available_bytes() // 4)
     for huge in (False, True):
-        arena = Arena(library.kernels, size, huge)
-        arena.bytes[:] = 1  # touched, or every page would be the same zero page
+        arena = bench.library.arena(size, huge)
+        arena.view()[:] = 1  # touched, or every page would be the same zero page
         for threads in counts:
-            yield ReadRate(threads, huge, round(library.read_bytes_per_s(threads, arena)))
+            yield ReadRate(threads, huge, round(bench.read_bytes_per_s(threads, arena)))
+        arena.close()
 
 
 def side_by_side(jobs: list[Callable[[], None]]) -> float:
@@ -123,36 +108,30 @@ def side_by_side(jobs: list[Callable[[], None]]) -> float:
 class TypeBench:
     """Matrices of one weight type, enough of them that decoding streams from memory and not from a cache."""
 
-    def __init__(self, library: Library, type_name: str, form: Form) -> None:
-        self._kernels, self._type_id = library.kernels, BY_NAME[type_name].id
+    def __init__(self, bench: Bench, type_name: str, form: Form) -> None:
+        self._library, self._type_id = bench.library, BY_NAME[type_name].id
         self._packed = form == "packed"
-        self._file_bytes = library.kernels.pw_file_bytes(self._type_id, _ROWS, _COLUMNS)
-        count = max(2, -(-_DECODE_BYTES // self._file_bytes))
-        self._matrices = [self._matrix(_ROWS) for _ in range(count)]
-        self._small = self._matrix(_PREFILL_ROWS)
+        self._file_bytes = bench.library.file_bytes(self._type_id, _ROWS, _COLUMNS)
+        self._count = max(2, -(-_DECODE_BYTES // self._file_bytes))
+        self._stack = self._matrix(_ROWS, self._count)
+        self._small = self._matrix(_PREFILL_ROWS, 1)
 
-    def _matrix(self, rows: int) -> Matrix:
-        size = self._kernels.pw_file_bytes(self._type_id, rows, _COLUMNS)
-        return Matrix(
-            self._kernels, self._type_id, rows, _COLUMNS, np.full(size, _FILL, np.uint8), packed=self._packed
-        )
+    def _matrix(self, rows: int, count: int) -> Matrix:
+        size = self._library.file_bytes(self._type_id, rows, _COLUMNS) * count
+        file = np.full(size, _FILL, np.uint8)
+        return Matrix(self._library, self._type_id, rows, _COLUMNS, file, experts=count, packed=self._packed)
 
     def decode_bytes_per_s(self, threads: int) -> float:
         """Every matrix once, its rows split over the threads as a decode step splits them."""
-        groups = self._matrices[0].n_row_groups
+        groups = self._stack.n_row_groups
         x = np.ones((1, _COLUMNS), np.float32)
         y = np.zeros((1, _ROWS), np.float32)
 
         def part(index: int) -> Callable[[], None]:
             span = (groups * index // threads, groups * (index + 1) // threads)
+            return lambda: void(self._stack.multiply(x, y, groups=span, experts=(0, self._count)))
 
-            def job() -> None:
-                for matrix in self._matrices:
-                    matrix.multiply(x, y, groups=span)
-
-            return job
-
-        total = self._file_bytes * len(self._matrices)
+        total = self._file_bytes * self._count
         return best_rate(lambda: total / side_by_side([part(i) for i in range(threads)]))
 
     def prefill_macs_per_s(self, threads: int) -> float:
@@ -172,33 +151,28 @@ def void(_: object) -> None:
     """Drops a result where a function without one is wanted."""
 
 
-def measure_type(
-    library: Library, type_name: str, form: Form, counts: tuple[int, ...]
-) -> Iterator[KernelRate]:
-    """Rates of one type; one row with a reason where the kernels do not know it or refuse."""
-    if not library.kernels.pw_type_supported(BY_NAME[type_name].id):
-        yield KernelRate(type_name, form, 1, None, None, "no kernels for this type")
-        return
+def measure_type(bench: Bench, type_name: str, form: Form, counts: tuple[int, ...]) -> Iterator[KernelRate]:
+    """Rates of one type; a row with the reason where there is no memory for it or the kernels refuse."""
     try:
-        bench = TypeBench(library, type_name, form)
+        matrices = TypeBench(bench, type_name, form)
         for threads in counts:
-            decode = round(bench.decode_bytes_per_s(threads))
-            yield KernelRate(type_name, form, threads, decode, round(bench.prefill_macs_per_s(threads)))
-    except (ValueError, MemoryError) as error:
+            decode = round(matrices.decode_bytes_per_s(threads))
+            yield KernelRate(type_name, form, threads, decode, round(matrices.prefill_macs_per_s(threads)))
+    except (EngineError, ValueError, MemoryError) as error:
         yield KernelRate(type_name, form, 1, None, None, str(error))
 
 
 def supported_types(library: Library) -> tuple[str, ...]:
     names = sorted(WEIGHT_TYPES, key=lambda name: BY_NAME[name].id)
-    return tuple(name for name in names if library.kernels.pw_type_supported(BY_NAME[name].id))
+    return tuple(name for name in names if library.type_supported(BY_NAME[name].id))
 
 
-def measure_kernels(library: Library, counts: tuple[int, ...]) -> Iterator[KernelRate]:
+def measure_kernels(bench: Bench, counts: tuple[int, ...]) -> Iterator[KernelRate]:
     """Packed weights at every thread count; file order, which only mapped weights use, at its ends."""
-    for type_name in supported_types(library):
+    for type_name in supported_types(bench.library):
         say(f"kernels of {type_name}")
-        yield from measure_type(library, type_name, "packed", counts)
-        yield from measure_type(library, type_name, "file", tuple(sorted({counts[0], counts[-1]})))
+        yield from measure_type(bench, type_name, "packed", counts)
+        yield from measure_type(bench, type_name, "file", tuple(sorted({counts[0], counts[-1]})))
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -212,18 +186,17 @@ class Rates(msgspec.Struct, frozen=True):
     missing: tuple[str, ...] = ()
 
 
-def measure_library(path: Path, cores: int, l3_bytes: int | None) -> Rates:
-    if not path.is_file():
-        return Rates(missing=(f"memory and kernels: {path} is missing, run scripts/build-cpu",))
+def measure_library(cores: int, l3_bytes: int | None, path: Path | None = None) -> Rates:
+    """All rates that need the library; without one, the reason."""
     try:
-        library = Library(path, cores)
-    except (OSError, AttributeError) as error:
-        return Rates(missing=(f"memory and kernels: {path} does not load ({error})",))
+        bench = Bench(path, cores)
+    except (EngineError, OSError) as error:
+        return Rates(missing=(f"memory and kernels: {error}",))
     counts = thread_counts(cores)
     say("memory read rate")
-    reads = tuple(measure_reads(library, counts, l3_bytes))
+    reads = tuple(measure_reads(bench, counts, l3_bytes))
     say("int8 peak")
-    peaks = tuple(PeakRate(threads, round(library.int8_macs_per_s(threads))) for threads in counts)
-    isa = library.isa
-    library.close()
-    return Rates(isa, hash_file(path), reads, peaks, tuple(measure_kernels(library, counts)))
+    peaks = tuple(PeakRate(threads, round(bench.int8_macs_per_s(threads))) for threads in counts)
+    bench.close_team()
+    kernels = tuple(measure_kernels(bench, counts))
+    return Rates(bench.library.isa, hash_file(bench.library.path), reads, peaks, kernels)

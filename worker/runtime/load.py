@@ -30,7 +30,9 @@ def _silent(phase: str, done_bytes: int, total_bytes: int) -> None:
     pass
 
 
-def load_executor(model_path: str | Path, placement: Placement, progress: Progress = _silent) -> NativeExecutor:
+def load_executor(
+    model_path: str | Path, placement: Placement, progress: Progress = _silent
+) -> NativeExecutor:
     """What the worker runs. Raises ModelFileError for the file, EngineStartError for this machine."""
     return load_native(model_path, placement, progress=progress, max_outputs=max(placement.max_sequences, 16))
 
@@ -103,4 +105,3 @@ def _dequantized(file: ModelFile, weight: Weight) -> npt.NDArray[np.float32]:
     tensor = weight.tensor
     values = dequantize(tensor.type, file.tensor_bytes(tensor.name), tensor.shape)
     return np.asarray(values, np.float32).reshape(tuple(reversed(tensor.shape)))
-

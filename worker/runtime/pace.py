@@ -5,7 +5,7 @@ from __future__ import annotations
 LEAST_CHUNK_TOKENS = 8
 FIRST_CHUNK_TOKENS = 32  # before anything was measured
 NO_BOUND = 1 << 30
-WEIGHT_OF_NEWEST = 0.25
+WEIGHT_OF_FASTER, WEIGHT_OF_SLOWER = 0.25, 0.7  # of the newest step; the budget is a promise to other streams
 
 
 class Pace:
@@ -66,4 +66,6 @@ def share_budget(missing_tokens: list[int], budget_tokens: int) -> list[int]:
 
 
 def _blend(old: float | None, new: float) -> float:
-    return new if old is None else old + WEIGHT_OF_NEWEST * (new - old)
+    if old is None:
+        return new
+    return old + (WEIGHT_OF_SLOWER if new > old else WEIGHT_OF_FASTER) * (new - old)

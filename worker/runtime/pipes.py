@@ -111,18 +111,27 @@ def read_messages(
     stop: Stop,
     stall_limit_s: float,
 ) -> None:
-    """Body of the reader thread: until the end of the stream, which means that the parent is gone."""
-    for line in stream:
-        message = _decode(line)
-        if isinstance(message, Ping) and pulse.age_s() < stall_limit_s:
-            writer.send(Pong(message.n))
-        elif isinstance(message, Shutdown):
-            stop.request("the parent asked for it")
-        elif message is not None:
-            if isinstance(message, Cancel):
-                board.note(message.request_id)
-            inbox.put(message)
-    stop.request("the parent closed the pipe")
+    """Body of the reader thread: until the end of the stream, which means that the parent is gone.
+
+    Whatever else ends it stops the worker too: one that can not be spoken to must not stay.
+    """
+    reason = "reading messages failed"
+    try:
+        for line in stream:
+            message = _decode(line)
+            if isinstance(message, Ping) and pulse.age_s() < stall_limit_s:
+                writer.send(Pong(message.n))
+            elif isinstance(message, Shutdown):
+                stop.request("the parent asked for it")
+            elif message is not None:
+                if isinstance(message, Cancel):
+                    board.note(message.request_id)
+                inbox.put(message)
+        reason = "the parent closed the pipe"
+    except BrokenPipeError:
+        reason = "the parent reads no more"
+    finally:
+        stop.request(reason)
 
 
 def _decode(line: bytes) -> ToWorker | Malformed | None:

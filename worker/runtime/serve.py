@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from configs.errors import ModelFileError, UserError
+from configs.errors import EngineError, ModelFileError, UserError
 from plans.placement import Placement
 from worker.protocol import (
     PROTOCOL_VERSION,
@@ -262,6 +262,8 @@ def _load_error_code(error: Exception) -> str:
         return "invalid_placement"
     if isinstance(error, MemoryError):
         return "out_of_memory"
+    if isinstance(error, EngineError):
+        return "machine"
     return "io" if isinstance(error, OSError) else "internal"
 
 

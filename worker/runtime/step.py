@@ -5,7 +5,6 @@ Everything is allocated once. At one token a step Python writes a dozen integers
 
 from __future__ import annotations
 
-
 import numpy as np
 import numpy.typing as npt
 
@@ -14,7 +13,7 @@ from plans.placement import Placement
 from worker.cpu.batch import StepBatch as StepArrays
 from worker.cpu.handles import KvCache, Step, Team
 from worker.cpu.library import Library
-from worker.cpu.structs import SampledStruct, SamplerStruct
+from worker.cpu.structs import SampledStruct, SamplerStruct, WeightStruct
 from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.oplist import OpList
 from worker.runtime.executor import (
@@ -29,7 +28,9 @@ from worker.runtime.executor import (
 )
 from worker.runtime.weights import LoadedWeights
 
-FORCED_BIAS = np.float32(1e30)  # greedy under this bias picks the target, whose raw log probability is then reported
+FORCED_BIAS = np.float32(
+    1e30
+)  # greedy under this bias picks the target, whose raw log probability is then reported
 
 
 class NativeExecutor:
@@ -53,6 +54,11 @@ class NativeExecutor:
         max_sequences = max(placement.max_sequences, 1) + 1  # one more for a score request
         self._arrays = StepArrays(step.max_tokens, max_sequences, step.max_outputs, max_pages)
         self._slots = [_SamplerSlot(self._arrays.samplers[i]) for i in range(step.max_outputs)]
+
+    @property
+    def weight_structs(self) -> list[WeightStruct]:
+        """The weights as the kernels see them, in the order of the op list; for measuring."""
+        return self._weights.structs
 
     @property
     def n_vocab(self) -> int:
@@ -206,5 +212,3 @@ def _answer(sampled: SampledStruct, output: Output) -> SampledToken:
     count = sampled.n_top
     top = list(zip(sampled.top_ids[:count], sampled.top_logprobs[:count], strict=True))
     return SampledToken(sampled.token, sampled.logprob, top)
-
-

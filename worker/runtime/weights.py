@@ -103,7 +103,12 @@ def _vector(file: ModelFile, weight: Weight) -> npt.NDArray[np.float32]:
 
 
 def _pack_all(
-    library: Library, oplist: OpList, loaded: LoadedWeights, huge_pages: bool, threads: int, progress: Progress
+    library: Library,
+    oplist: OpList,
+    loaded: LoadedWeights,
+    huge_pages: bool,
+    threads: int,
+    progress: Progress,
 ) -> None:
     """Lay out the arena, then pack row ranges of all matrices on `threads` threads (the calls free the GIL)."""
     jobs: list[tuple[Callable[[], None], int]] = []
@@ -131,7 +136,9 @@ def _offsets(library: Library, oplist: OpList) -> tuple[dict[int, int], int]:
     return offsets, end
 
 
-def _pack_jobs(library: Library, struct: WeightStruct, tensor: TensorRef) -> list[tuple[Callable[[], None], int]]:
+def _pack_jobs(
+    library: Library, struct: WeightStruct, tensor: TensorRef
+) -> list[tuple[Callable[[], None], int]]:
     """Jobs of about PACK_CHUNK_BYTES of file each, with those bytes."""
     row_bytes = tensor.bytes // (tensor.experts * tensor.rows)
     rows = max(16, PACK_CHUNK_BYTES // row_bytes // 16 * 16)

@@ -1,6 +1,6 @@
-// How activations lie in memory for the kernels. Tokens are cut into tiles of kTileTokens; the last tile holds the rest.
-//   q8:   per group of 32 columns: [8 steps][T tokens][4 codes i8], then per token: scale f32, scale * sum of codes f32,
-//         minus the sum of codes 0-15 i32, minus the sum of codes 16-31 i32 (each [T])
+// How activations lie in memory for the kernels. Tokens are cut into tiles of kTileTokens; the last one holds the rest.
+//   q8:   per group of 32 columns: [8 steps][T tokens][4 codes i8], then per token: scale f32, scale * sum of codes
+//         f32, minus the sum of codes 0-15 i32, minus the sum of codes 16-31 i32 (each [T])
 //   f32:  [column][T] f32
 //   bf16: [column pair][T][2] bf16 on AVX-512, [column][T] f32 rounded to bf16 on AVX2
 #pragma once

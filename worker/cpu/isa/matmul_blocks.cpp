@@ -6,11 +6,11 @@ namespace pw::PW_ISA {
 
 TypeKernel block_kernel(int32_t type) {
   switch (type) {
-    case kTypeQ4_0: return quant_kernel<kQ4_0, kNoPanel>();
-    case kTypeQ4_1: return quant_kernel<kQ4_1, kNoPanel>();
+    case kTypeQ4_0: return quant_kernel<kQ4_0, kLanes == 16 ? kNoPanel : 32>();
+    case kTypeQ4_1: return quant_kernel<kQ4_1, kLanes == 16 ? kNoPanel : 32>();
     case kTypeQ5_0: return quant_kernel<kQ5_0, 64>();
     case kTypeQ5_1: return quant_kernel<kQ5_1, 64>();
-    case kTypeQ8_0: return quant_kernel<kQ8_0, kNoPanel>();
+    case kTypeQ8_0: return quant_kernel<kQ8_0, kLanes == 16 ? kNoPanel : 32>();
     default: return {};
   }
 }

@@ -53,6 +53,7 @@ inline void dot_floats(const uint8_t* step, int first_lane, int32_t cols, const 
     for (int t = 0; t < T; t++) total[v][t] = odd[v][t] = zero_floats();
   }
   const auto add_step = [&](Floats(&sums)[V][T]) __attribute__((always_inline)) {
+    if constexpr (kPrefetches<T>) prefetch_ahead(step, Weights::kStepBytes);
 #pragma GCC unroll 8
     for (int t = 0; t < T; t++) {
       for (int v = 0; v < V; v++) {

@@ -155,6 +155,7 @@ inline void dot_packed(const uint8_t* unit, int first_lane, int n_units, const u
     const uint8_t* group = unit + L.header_bytes();
 #pragma GCC unroll 1
     for (int g = 0; g < L.groups(); g++, group += L.group_bytes(), x += T * kQ8GroupBytes) {
+      if constexpr (kPrefetches<T>) prefetch_ahead(group, L.group_bytes());
       PackedGroup<L> groups[V];
       for (int v = 0; v < V; v++) groups[v] = {unit, group, first_lane + v * kLanes};
       add_group<L>(groups, Q8Group<T>{x}, total);
@@ -211,9 +212,11 @@ void expand_panel(const uint8_t* unit, int n_units, uint8_t* panel) {
 template <QuantLayout L, bool FromPanel>
 struct QuantTiles {
   static constexpr TileKernel kernels[] = {
-      quant_tile<L, FromPanel, 1>, quant_tile<L, FromPanel, 2>, quant_tile<L, FromPanel, 3>, quant_tile<L, FromPanel, 4>,
+      quant_tile<L, FromPanel, 1>, quant_tile<L, FromPanel, 2>,
+      quant_tile<L, FromPanel, 3>, quant_tile<L, FromPanel, 4>,
 #if PW_ISA_avx512
-      quant_tile<L, FromPanel, 5>, quant_tile<L, FromPanel, 6>, quant_tile<L, FromPanel, 7>, quant_tile<L, FromPanel, 8>,
+      quant_tile<L, FromPanel, 5>, quant_tile<L, FromPanel, 6>,
+      quant_tile<L, FromPanel, 7>, quant_tile<L, FromPanel, 8>,
 #endif
   };
 };
@@ -229,9 +232,9 @@ size_t quant_scratch_bytes(int32_t cols) {
   return static_cast<size_t>(quant_packed_bytes<L>(cols) + panel_bytes);
 }
 
+// From PanelFromTokens tokens on, expanding a panel pays (measured per type and level).
 constexpr int32_t kNoPanel = INT32_MAX;
 
-// From PanelFromTokens tokens on, expanding a panel pays.
 template <QuantLayout L, int32_t PanelFromTokens>
 void matmul_quant(const Matmul& m, int32_t group_begin, int32_t group_end, uint8_t* scratch) {
   const int32_t n_units = m.weight->cols / L.unit_cols;

@@ -6,7 +6,7 @@
 namespace pw::PW_ISA {
 namespace {
 
-constexpr int32_t kChains = 12;  // independent sums, enough to fill the pipeline
+constexpr int32_t kChains = 12;  // independent sums: enough to fill the pipeline
 
 uint64_t sum_lanes(__m256i a) {
   alignas(32) uint64_t lanes[4];
@@ -24,14 +24,18 @@ uint64_t read_sum(const uint8_t* memory, size_t bytes) {
 
 int64_t int8_rounds(int64_t rounds) {
   __m512i sums[kChains];
-  for (__m512i& sum : sums) sum = _mm512_setzero_si512();
-  const __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(5);
-  for (int64_t round = 0; round < rounds; ++round)
 #pragma GCC unroll 12
-    for (int32_t i = 0; i < kChains; ++i) {
-      sums[i] = _mm512_dpbusd_epi32(sums[i], a, b);
-      asm volatile("" : "+v"(sums[i]));  // keeps the compiler from folding the rounds
-    }
+  for (int32_t i = 0; i < kChains; ++i) sums[i] = _mm512_set1_epi32(i);  // differ, or they would become one
+  const __m512i a = _mm512_set1_epi8(3);
+  __m512i b = _mm512_set1_epi8(5);
+  for (int64_t round = 0; round < rounds; ++round) {
+    asm volatile("" : "+v"(b));  // keeps the compiler from folding the rounds; the sums stay in registers
+#pragma GCC unroll 12
+    for (int32_t i = 0; i < kChains; ++i) sums[i] = _mm512_dpbusd_epi32(sums[i], a, b);
+  }
+#pragma GCC unroll 12
+  for (int32_t i = 1; i < kChains; ++i) sums[0] = _mm512_add_epi32(sums[0], sums[i]);
+  asm volatile("" : : "v"(sums[0]));
   return rounds * kChains * 64;
 }
 
@@ -48,16 +52,19 @@ uint64_t read_sum(const uint8_t* memory, size_t bytes) {
 
 int64_t int8_rounds(int64_t rounds) {
   __m256i sums[kChains];
-  for (__m256i& sum : sums) sum = _mm256_setzero_si256();
+#pragma GCC unroll 12
+  for (int32_t i = 0; i < kChains; ++i) sums[i] = _mm256_set1_epi32(i);
   const __m256i a = _mm256_set1_epi8(3), ones = _mm256_set1_epi16(1);
   __m256i b = _mm256_set1_epi8(5);
   for (int64_t round = 0; round < rounds; ++round)
 #pragma GCC unroll 12
     for (int32_t i = 0; i < kChains; ++i) {
-      asm volatile("" : "+x"(b));
+      asm volatile("" : "+x"(b));  // a new value each time, as far as the compiler knows
       sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), ones));
-      asm volatile("" : "+x"(sums[i]));
     }
+#pragma GCC unroll 12
+  for (int32_t i = 1; i < kChains; ++i) sums[0] = _mm256_add_epi32(sums[0], sums[i]);
+  asm volatile("" : : "x"(sums[0]));
   return rounds * kChains * 32;
 }
 

@@ -45,7 +45,8 @@ inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints shift_left(Ints a, int n) { return _mm512_slli_epi32(a, n); }
 inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 inline Ints and_ints(Ints a, Ints b) { return _mm512_and_si512(a, b); }
-inline Ints or_masked(Ints a, Ints b, Ints mask) { return _mm512_ternarylogic_epi64(a, b, mask, 0xF8); }  // a | (b & mask)
+// a | (b & mask)
+inline Ints or_masked(Ints a, Ints b, Ints mask) { return _mm512_ternarylogic_epi64(a, b, mask, 0xF8); }
 inline Ints set_ints(int x) { return _mm512_set1_epi32(x); }
 inline Ints set_bytes(int x) { return _mm512_set1_epi8(static_cast<char>(x)); }
 inline Ints load_unsigned_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }

@@ -1,0 +1,60 @@
+"""The flags of the planner's commands: type, name and help of each, said once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Model = Annotated[Path, typer.Argument(help="A GGUF file, or any part of a split set.", metavar="MODEL")]
+PlanId = Annotated[str, typer.Argument(help="A plan's id or any unique beginning of it.", metavar="PLAN_ID")]
+Prompts = Annotated[
+    str | None,
+    typer.Option("--prompts", help="Measure on a text or .jsonl file, or on hf:NAME (a data set)."),
+]
+
+# ---- plan -------------------------------------------------------------------------------------------------------
+
+Ctx = Annotated[
+    int | None,
+    typer.Option(
+        "--ctx", help="Context of one sequence, in tokens. Default: the setting, at most the model's."
+    ),
+]
+Concurrency = Annotated[int | None, typer.Option("--concurrency", help="Sequences that run at a time.")]
+Kv = Annotated[
+    str | None,
+    typer.Option("--kv", help="KV cache type, f16 or q8_0; a list (f16,q8_0) lets the search choose."),
+]
+Engines = Annotated[
+    str | None, typer.Option("--engines", help="Engines to consider, by preference: native,llama-server,...")
+]
+BudgetS = Annotated[float | None, typer.Option("--budget-s", help="Seconds to measure for.")]
+GpuMemoryMib = Annotated[int | None, typer.Option("--gpu-memory-mib", help="Cap on the memory of a GPU.")]
+HostMemoryMib = Annotated[int | None, typer.Option("--host-memory-mib", help="Cap on RAM.")]
+AllowStorageStreaming = Annotated[
+    bool, typer.Option("--allow-storage-streaming", help="Weights may be read from storage again and again.")
+]
+Threads = Annotated[int | None, typer.Option("--threads", help="Pin: threads of decode and prefill.")]
+Ubatch = Annotated[int | None, typer.Option("--ubatch", help="Pin: most tokens of a step.")]
+LoadModeFlag = Annotated[
+    str | None,
+    typer.Option("--load-mode", help="Pin: mmap (as in the file) or packed (copied for the kernels)."),
+]
+Replan = Annotated[bool, typer.Option("--replan", help="Measure again; makes another plan.")]
+Reprobe = Annotated[bool, typer.Option("--reprobe", help="Measure the machine again, whatever is known.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be measured; write no plan.")]
+
+# ---- bench ------------------------------------------------------------------------------------------------------
+
+Baseline = Annotated[str, typer.Option("--baseline", help="The engine to race against.")]
+Rounds = Annotated[int, typer.Option("--rounds", min=2, max=1000, help="Paired rounds.")]
+PinnedThreads = Annotated[int | None, typer.Option("--threads", min=1, help="Pin the threads of both sides.")]
+Tune = Annotated[
+    bool, typer.Option("--threads-tune/--no-threads-tune", help="Tune the baseline's threads first.")
+]
+PromptTokens = Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens of a prompt.")]
+OutputTokens = Annotated[int, typer.Option("--output-tokens", min=2, help="Tokens of an output.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of the order of trials and of the bootstrap.")]

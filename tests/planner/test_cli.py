@@ -1,0 +1,167 @@
+"""The command line: exit codes, where text goes, the shape of --json, help for every command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import placewright
+from planner import cli
+from planner.pipeline import Outcome
+from planner.workload import PlanRequest
+from plans.store import PlanStore
+from tests.planner.fakes import card
+from tests.plans.samples import sample_plan
+from tests.tiny import write_model
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for variable in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
+    monkeypatch.delenv("PLACEWRIGHT_CONFIG", raising=False)
+    return tmp_path / "xdg_data_home" / "placewright" / "plans"
+
+
+def commands() -> list[tuple[str, ...]]:
+    root = typer.main.get_command(placewright.make_app())
+    found: list[tuple[str, ...]] = []
+    for name, command in root.commands.items():  # type: ignore[attr-defined]
+        found.append((name,))
+        found += [(name, inner) for inner in getattr(command, "commands", {})]
+    return found
+
+
+def test_all_commands_are_there() -> None:
+    names = {command[0] for command in commands()}
+    assert {"inspect", "probe", "plan", "plans", "show", "serve", "bench", "doctor", "engines"} <= names
+    assert ("bench", "run") in commands()
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_every_command_has_help(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert placewright.run([*command, "--help"]) == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+def test_inspect_prints_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path)
+    assert placewright.run(["inspect", str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["architecture"] == "llama"
+    assert placewright.run(["inspect", str(model)]) == 0
+    assert "architecture" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "/nowhere.gguf"],
+        ["inspect"],
+        ["inspect", "/"],
+        ["plan", "/nowhere.gguf"],
+        ["plan", "/nowhere.gguf", "--load-mode", "zip"],
+        ["plan", "/nowhere.gguf", "--budget-s", "0"],
+        ["plan", "/nowhere.gguf", "--budget-s", "nan"],
+        ["plan", "/nowhere.gguf", "--host-memory-mib", "0"],
+        ["plan", "/nowhere.gguf", "--ctx", "many"],
+        ["show", "abc"],
+        ["show"],
+        ["bench", "run", "abc"],
+        ["bench", "run", "abc", "--rounds", "1"],
+        ["serve", "abc"],
+        ["nonsense"],
+        ["plans", "--nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_refused_input_is_exit_code_2_and_nothing_on_stdout(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert placewright.run(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.strip()
+    assert "Traceback" not in output.err
+
+
+def test_plans_and_show(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert placewright.run(["plans", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    saved = PlanStore(folders).save(sample_plan())
+    (folders / "junk.toml").write_text("junk")
+    assert placewright.run(["plans", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed[0]["id"] == saved.id and "damaged" in listed[1]
+    assert placewright.run(["show", saved.id[:6], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["placement"]["engine"] == "native"
+    assert placewright.run(["show", saved.id[:6]]) == 0
+    assert saved.id in capsys.readouterr().out
+    assert placewright.run(["plans"]) == 0
+    output = capsys.readouterr().out
+    assert saved.id[:12] in output and "damaged: junk.toml" in output
+
+
+def test_an_unwritten_settings_file_is_fine_and_a_broken_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text("[plan]\nconcurency = 2\n")
+    monkeypatch.setenv("PLACEWRIGHT_CONFIG", str(settings))
+    assert placewright.run(["plan", str(write_model(tmp_path))]) == 2
+    assert "concurency" in capsys.readouterr().err
+
+
+def test_plan_turns_flags_into_one_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[PlanRequest] = []
+
+    def make_plan(request: PlanRequest, _: object) -> Outcome:
+        seen.append(request)
+        return Outcome(card(), sample_plan(), True, None)
+
+    monkeypatch.setattr(cli.pipeline, "make_plan", make_plan)
+    flags = "--ctx 512 --concurrency 3 --kv f16,q8_0 --engines native,llama-server --budget-s 7 --threads 2"
+    more = "--ubatch 96 --load-mode mmap --host-memory-mib 900 --allow-storage-streaming --replan --json"
+    assert placewright.run(["plan", "m.gguf", *flags.split(), *more.split()]) == 0
+    (request,) = seen
+    assert (request.context_length_tokens, request.concurrency, request.budget_s) == (512, 3, 7.0)
+    assert request.kv_types == ("f16", "q8_0") and request.replan and not request.dry_run
+    limits = request.limits
+    assert limits.engines == ("native", "llama-server")
+    assert (limits.threads, limits.ubatch_tokens, limits.load_mode) == (2, 96, "mmap")
+    assert limits.host_memory_mib == 900 and limits.allow_storage_streaming
+    output = capsys.readouterr()
+    assert json.loads(output.out)["workload"]["concurrency"] == 1
+    assert "--replan measures again" in output.err
+
+
+def test_interrupts_are_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.pipeline, "make_plan", interrupt)
+    assert placewright.run(["plan", "m.gguf"]) == 130
+
+
+def test_doctor_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    code = placewright.run(["doctor", "--json"])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert {"settings", "native library", "instruction sets", "huge pages", "engines", "plans"} <= set(checks)
+    assert code == (1 if any(check["state"] == "failed" for check in checks.values()) else 0)
+    assert all(check["remedy"] for check in checks.values() if check["state"] == "failed")
+
+
+def test_doctor_finds_broken_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "settings.toml"
+    broken.write_text("[[[")
+    monkeypatch.setenv("PLACEWRIGHT_CONFIG", str(broken))
+    assert placewright.run(["doctor"]) == 1
+
+
+def test_engines_lists_native_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert placewright.run(["engines", "--json"]) == 0
+    names = [offer["name"] for offer in json.loads(capsys.readouterr().out)]
+    assert names[:2] == ["native", "llama-server"]

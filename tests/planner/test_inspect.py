@@ -1,0 +1,67 @@
+"""Cards of model files, supported or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.inspect import NATIVE_TYPES, read_card
+from plans.show import card_builtins, card_text
+from tests.model import raw_gguf
+from tests.tiny import write_model
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3"])
+def test_a_supported_model(tmp_path: Path, arch: str) -> None:
+    card = read_card(write_model(tmp_path, arch))
+    assert card.supported and card.architecture == arch and card.units
+    total = sum(entry.bytes for entry in card.types)
+    assert sum(entry.bytes for entry in card.kinds) == total < card.file_bytes
+    assert sum(entry.parameters for entry in card.types) == card.parameters
+    assert card.kv_elements_per_token > 0
+    assert (card.n_experts is not None) == (arch == "qwen3moe")
+
+
+def test_the_json_form_sums_units_up(tmp_path: Path) -> None:
+    content = card_builtins(read_card(write_model(tmp_path)))
+    assert content["native_supported"] is True
+    assert {"name", "kind", "layer", "bytes", "types"} == set(content["units"][0])
+
+
+def test_the_text_form_names_types_and_parts(tmp_path: Path) -> None:
+    text = card_text(read_card(write_model(tmp_path, quant="Q4_0")))
+    assert "Q4_0" in text and "attention" in text and "native        runs" in text
+
+
+def write_strange(folder: Path) -> Path:
+    tensors = [
+        raw_gguf.tensor("token_embd.weight", (64, 8)),
+        raw_gguf.tensor("blk.0.ssm_in.weight", (64, 4), offset=2048),
+        raw_gguf.tensor("blk.0.ffn_up_exps.weight", (64, 2, 2), offset=3072),
+    ]
+    metadata = [
+        raw_gguf.words("general.architecture", "strange"),
+        raw_gguf.number("strange.block_count", 1),
+        raw_gguf.number("strange.context_length", 512),
+    ]
+    path = folder / "strange.gguf"
+    path.write_bytes(raw_gguf.build(metadata, tensors, bytes(4096)))
+    return path
+
+
+def test_an_unknown_architecture_is_told_and_refused_with_the_reason(tmp_path: Path) -> None:
+    card = read_card(write_strange(tmp_path))
+    assert not card.supported and card.units == ()
+    assert card.native_reason is not None and "'strange' is not supported" in card.native_reason
+    assert {entry.kind for entry in card.kinds} == {"embedding", "attention", "moe_ffn"}
+    assert card.kv_layers == () and card.context_length_tokens == 512
+    assert "does not run" in card_text(card)
+
+
+def test_a_type_without_kernels_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "planner.inspect.NATIVE_TYPES", tuple(name for name in NATIVE_TYPES if name != "Q8_0")
+    )
+    card = read_card(write_model(tmp_path, quant="Q8_0"))
+    assert card.native_reason is not None and "no native kernels for Q8_0" in card.native_reason

@@ -1,0 +1,233 @@
+"""Measuring and selecting with engines of known speed: who wins, who is dropped, when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from configs.errors import MeasureError
+from planner.measure import Lengths, Measurement, MeasureTask, choose_lengths, judge, measure
+from planner.memory import predict_memory
+from planner.pool import EnginePool
+from planner.progress import Reporter
+from planner.prompts import Material
+from planner.search import Candidate, label_of
+from planner.select import Selection, select
+from planner.statistics import Interval
+from plans.placement import Placement
+from plans.plan import RequestMix
+from tests.planner.fakes import EngineFarm, Speeds, card, encode, placement, texts
+
+MIX = RequestMix(512, 128)
+
+
+def candidate(**changes: object) -> Candidate:
+    chosen = placement(**changes)
+    return Candidate(label_of(chosen), chosen, predict_memory(card(), chosen), None)
+
+
+def run(
+    farm: EngineFarm,
+    candidates: tuple[Candidate, ...],
+    budget_s: float = 300.0,
+    limit_bytes: int = 64 << 30,
+    concurrency: int = 1,
+) -> Measurement:
+    task = MeasureTask(candidates, MIX, Lengths(128, 16), concurrency, budget_s, seed=0)
+    pool = EnginePool(farm.factory, limit_bytes)
+
+    async def work() -> Measurement:
+        try:
+            return await measure(task, Material(texts(), encode), pool, Reporter(), farm.clock)
+        finally:
+            await pool.close()
+
+    return asyncio.run(work())
+
+
+def chosen(candidates: tuple[Candidate, ...], measurement: Measurement) -> Selection:
+    return select(candidates, measurement, MIX, ("native", "llama-server"))
+
+
+def by_threads(decode: dict[int, float]) -> Speeds:
+    return lambda item: (500.0, decode[item.decode_threads])
+
+
+def test_the_faster_one_wins_and_the_plan_says_by_how_much() -> None:
+    candidates = tuple(candidate(decode_threads=n) for n in (1, 2, 4))
+    farm = EngineFarm(by_threads({1: 20.0, 2: 38.0, 4: 50.0}))
+    measurement = run(farm, candidates)
+    selection = chosen(candidates, measurement)
+    assert selection.winner.placement.decode_threads == 4
+    assert selection.because.startswith("faster")
+    assert selection.results[0].candidate == selection.winner.label
+    assert selection.results[0].decode_tokens_per_s == pytest.approx(50, rel=0.05)
+    losers = {row.candidate: row for row in (*measurement.rejected, *selection.rejected)}
+    assert set(losers) == {candidates[0].label, candidates[1].label}
+    assert all("times" in row.reason for row in losers.values())
+
+
+def test_within_the_noise_fewer_threads_win() -> None:
+    candidates = tuple(candidate(decode_threads=n) for n in (3, 4))
+    farm = EngineFarm(by_threads({3: 50.0, 4: 50.3}), noise=0.01)
+    selection = chosen(candidates, run(farm, candidates))
+    assert selection.winner.placement.decode_threads == 3
+    assert "within the noise" in selection.because
+
+
+def test_equal_engines_go_by_preference() -> None:
+    candidates = (candidate(engine="llama-server"), candidate(engine="native"))
+    farm = EngineFarm(lambda item: (500.0, 50.0))
+    assert chosen(candidates, run(farm, candidates)).winner.placement.engine == "native"
+
+
+def test_a_faster_engine_beats_preference() -> None:
+    candidates = (candidate(engine="native"), candidate(engine="llama-server"))
+    farm = EngineFarm(lambda item: (500.0, 50.0 if item.engine == "native" else 60.0))
+    assert chosen(candidates, run(farm, candidates)).winner.placement.engine == "llama-server"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ("broken", "out of luck"),
+        ("failing", "said: no"),
+        ("short", "asked for 16 tokens, got 15"),
+        ("caching", "reused 128 tokens"),
+    ],
+)
+def test_a_failing_engine_is_dropped_with_its_words(trouble: str, words: str) -> None:
+    candidates = (candidate(engine="llama-server"), candidate(engine="native"))
+    farm = EngineFarm(lambda item: (500.0, 50.0))
+    getattr(farm, trouble).add("llama-server")
+    measurement = run(farm, candidates)
+    assert measurement.order == (candidates[1].label,)
+    assert [row.stage for row in measurement.rejected] == ["engine"]
+    assert words in measurement.rejected[0].reason
+    assert chosen(candidates, measurement).because == "the only candidate left"
+
+
+def test_no_engine_at_all_is_an_error_with_every_reason() -> None:
+    farm = EngineFarm(lambda item: (500.0, 50.0))
+    farm.broken |= {"native", "llama-server"}
+    with pytest.raises(MeasureError, match=r"native said.*llama-server said|llama-server said.*native said"):
+        run(farm, (candidate(), candidate(engine="llama-server")))
+
+
+def test_every_engine_gets_the_same_ids_and_no_prompt_twice() -> None:
+    candidates = (candidate(engine="native"), candidate(engine="llama-server"))
+    farm = EngineFarm(lambda item: (500.0, 50.0))
+    run(farm, candidates)
+    warm = farm.requests[2:]  # the first trial of all is as long as predicted, the others as it taught
+    native = [ids for engine, ids in warm if engine == "native"]
+    assert set(native) == {ids for engine, ids in warm if engine == "llama-server"}
+    assert len(set(native)) == len(native)
+
+
+def test_cold_trials_are_kept_apart_and_held_out_prompts_confirm() -> None:
+    candidates = (candidate(decode_threads=1), candidate(decode_threads=2))
+    measurement = run(EngineFarm(by_threads({1: 30.0, 2: 40.0})), candidates)
+    cold = [trial for trial in measurement.trials if trial.cold]
+    assert [trial.round for trial in cold] == [0, 0]
+    heldout = [trial for trial in measurement.trials if trial.split == "heldout"]
+    assert {trial.candidate for trial in heldout} == {item.label for item in candidates}
+    assert {trial.prompt for trial in heldout} == {"c"}
+
+
+def test_a_hopeless_candidate_gets_a_cold_and_a_warm_trial() -> None:
+    candidates = tuple(candidate(decode_threads=n) for n in (4, 2, 1))
+    farm = EngineFarm(by_threads({4: 50.0, 2: 48.0, 1: 10.0}))
+    measurement = run(farm, candidates)
+    trials = [trial for trial in measurement.trials if trial.candidate == candidates[2].label]
+    assert [trial.cold for trial in trials] == [True, False]
+    assert any("before the first round" in row.reason for row in measurement.rejected)
+
+
+def test_the_budget_ends_it_and_every_candidate_is_accounted_for() -> None:
+    candidates = tuple(candidate(decode_threads=n, ubatch_tokens=u) for n in (1, 2, 3, 4) for u in (64, 128))
+    farm = EngineFarm(lambda item: (50.0, 10.0), noise=0.2)
+    measurement = run(farm, candidates, budget_s=20.0)
+    assert measurement.spent_s < 60
+    labels = {row.candidate for row in measurement.rejected} | set(measurement.order)
+    assert labels == {item.label for item in candidates}
+    assert any(row.reason == "the budget ended before its turn" for row in measurement.rejected)
+
+
+def test_noise_means_more_rounds() -> None:
+    candidates = (candidate(decode_threads=1), candidate(decode_threads=2))
+    speeds = by_threads({1: 40.0, 2: 44.0})
+    quiet = run(EngineFarm(speeds, noise=0.002), candidates)
+    noisy = run(EngineFarm(speeds, noise=0.08), candidates)
+    assert len(noisy.trials) > len(quiet.trials)
+
+
+def test_engines_are_reused_between_rounds_and_always_closed() -> None:
+    candidates = (candidate(decode_threads=1), candidate(decode_threads=2))
+    farm = EngineFarm(by_threads({1: 30.0, 2: 40.0}))
+    run(farm, candidates)
+    assert len(farm.started) == 2
+    assert len(farm.closed) == 2
+
+
+def test_little_memory_means_one_engine_at_a_time() -> None:
+    candidates = (candidate(decode_threads=1), candidate(decode_threads=2))
+    farm = EngineFarm(by_threads({1: 30.0, 2: 40.0}))
+    run(farm, candidates, limit_bytes=candidates[0].memory.total_bytes + 1)
+    assert len(farm.started) > 2
+    assert len(farm.closed) == len(farm.started)
+
+
+def test_concurrency_measures_the_sum() -> None:
+    measurement = run(EngineFarm(lambda item: (500.0, 50.0)), (candidate(),), concurrency=3)
+    assert measurement.trials[0].prompt_tokens == 3 * 128
+    assert measurement.trials[0].output_tokens == 3 * 16
+    assert measurement.trials[0].prefill_tokens_per_s > 200  # decoding of the first delays the others
+
+
+def test_the_first_trial_teaches_how_long_the_others_may_be() -> None:
+    fast = run(EngineFarm(lambda item: (5000.0, 500.0)), (candidate(), candidate(decode_threads=1)))
+    slow = run(
+        EngineFarm(lambda item: (50.0, 5.0)), (candidate(), candidate(decode_threads=1)), budget_s=60.0
+    )
+    assert fast.trials[-1].prompt_tokens == 512
+    assert slow.trials[-1].prompt_tokens == 64
+
+
+def test_an_interrupt_stops_the_engines() -> None:
+    farm = EngineFarm(lambda item: (500.0, 50.0))
+
+    def interrupted(item: Placement) -> tuple[float, float]:
+        raise KeyboardInterrupt
+
+    farm.speeds = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run(farm, (candidate(),))
+    assert len(farm.closed) == 1
+
+
+@pytest.mark.parametrize(
+    ("interval", "verdict"),
+    [
+        (None, "open"),
+        (Interval(1.1, None, None, 1), "open"),
+        (Interval(1.8, None, None, 1), "open"),
+        (Interval(2.8, None, None, 1), "slower"),
+        (Interval(1.8, 0.5, 5.0, 2), "slower"),
+        (Interval(1.1, 1.05, 1.15, 2), "open"),
+        (Interval(1.1, 1.05, 1.15, 3), "slower"),
+        (Interval(1.1, 0.99, 1.2, 5), "open"),
+        (Interval(1.005, 1.001, 1.009, 5), "equal"),
+        (Interval(1.0, 0.99, 1.01, 5), "equal"),
+    ],
+)
+def test_verdicts(interval: Interval | None, verdict: str) -> None:
+    assert judge(interval) == verdict
+
+
+def test_trials_are_as_long_as_the_budget_allows() -> None:
+    assert choose_lengths(MIX, 1, 100.0, lambda lengths: 1.0) == Lengths(512, 128)
+    assert choose_lengths(MIX, 1, 0.5, lambda lengths: lengths.prompt_tokens / 500) == Lengths(192, 32)
+    assert choose_lengths(MIX, 4, 0.5, lambda lengths: lengths.prompt_tokens / 500) == Lengths(64, 12)
+    assert choose_lengths(MIX, 1, 9.0, lambda lengths: None) == Lengths(256, 48)
+    assert choose_lengths(RequestMix(40, 10), 1, 9.0, lambda lengths: 0.1) == Lengths(40, 10)

@@ -1,0 +1,65 @@
+"""Plan files: what is written comes back, every byte counts, nothing unknown is accepted."""
+
+from __future__ import annotations
+
+import tomllib
+
+import msgspec
+import pytest
+
+from configs.errors import PlanError
+from plans.plan import decode_plan, encode_plan, plan_builtins, plan_id_of
+from tests.plans.samples import sample_plan
+
+
+def test_round_trip() -> None:
+    plan = sample_plan()
+    data = encode_plan(plan)
+    again = decode_plan(data, plan_id_of(data))
+    assert msgspec.structs.replace(again, id="") == plan
+    assert encode_plan(again) == data
+
+
+def test_unknown_is_absent_and_never_zero() -> None:
+    content = tomllib.loads(encode_plan(sample_plan()).decode())
+    row = content["evidence"]["candidates"][0]
+    assert "predicted_s" not in row and "load_s" not in row
+    assert "id" not in content
+
+
+def test_json_has_the_id_first() -> None:
+    plan = msgspec.structs.replace(sample_plan(), id="0" * 20)
+    assert next(iter(plan_builtins(plan))) == "id"
+    assert "id" not in plan_builtins(sample_plan())
+
+
+def test_one_changed_byte_is_noticed_wherever_it_is() -> None:
+    data = encode_plan(sample_plan())
+    plan_id = plan_id_of(data)
+    for position in range(0, len(data), 37):
+        changed = bytearray(data)
+        changed[position] ^= 1
+        with pytest.raises(PlanError, match="damaged"):
+            decode_plan(bytes(changed), plan_id)
+    with pytest.raises(PlanError, match="damaged"):
+        decode_plan(data + b"\n", plan_id)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"format_version = 99\n", "format version 99"),
+        (b"format_version = 1\n", "not readable"),
+        (b"= nonsense", "not readable"),
+        (b"\xff\xfe", "not readable"),
+    ],
+)
+def test_files_that_are_no_plan_are_refused(data: bytes, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        decode_plan(data, plan_id_of(data))
+
+
+def test_unknown_fields_are_refused() -> None:
+    data = b"surprise = 1\n" + encode_plan(sample_plan())
+    with pytest.raises(PlanError, match="surprise"):
+        decode_plan(data, plan_id_of(data))

@@ -1,0 +1,53 @@
+"""Our own engine: a worker process, seen through `worker.client`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from plans.placement import Placement
+from worker.client import Deadlines, WorkerClient
+from worker.engines.base import Engine, EngineInfo, ProgressCallback
+from worker.protocol import Done, Generate, Load, Score, Scored, TokenEvent
+
+
+class NativeEngine(Engine):
+    """One worker on one model. Its log is kept at `log_path`, or thrown away."""
+
+    def __init__(
+        self, placement: Placement, model_path: Path, deadlines: Deadlines, log_path: Path | None = None
+    ) -> None:
+        self._load = Load(str(Path(model_path).absolute()), msgspec.to_builtins(placement))
+        self._client = WorkerClient(deadlines, log_path)
+
+    async def start(self, progress: ProgressCallback | None = None) -> EngineInfo:
+        ready = await self._client.start(self._load, progress)
+        hello = self._client.hello
+        assert hello is not None
+        return EngineInfo(
+            name="native",
+            version=f"{hello.worker_version} ({hello.isa})",
+            context_length_tokens=ready.context_length_tokens,
+            n_vocab=ready.n_vocab,
+            max_sequences=ready.max_sequences,
+            kv_capacity_tokens=ready.kv_capacity_tokens,
+            memory_bytes=ready.memory_bytes,
+            load_s=ready.load_s,
+        )
+
+    def generate(self, request: Generate) -> AsyncIterator[TokenEvent | Done]:
+        return self._client.generate(request)
+
+    async def score(self, request_id: str, ids: list[int], top: int = 0) -> Scored:
+        return await self._client.score(Score(request_id, ids, top))
+
+    async def stats(self) -> dict[str, float | int | None]:
+        return await self._client.stats()
+
+    def alive(self) -> bool:
+        return self._client.alive()
+
+    async def close(self) -> None:
+        await self._client.close()
