@@ -176,7 +176,7 @@ def test_many_equal_logits_cut_at_the_lowest_ids(library: Library, level: str, t
     sampling.set(temperature=1.0, top_k=5)
     assert set(sampling.draws(200)) == set(range(5))
     sampling.set(top_k=0, top_p=0.3)
-    tokens = sampling.draws(2000)
+    tokens = sampling.draws(600)
     assert tokens.max() < 3001
     assert tokens.max() > 2900
 
@@ -287,7 +287,7 @@ def test_a_flat_large_row_is_cut_where_a_sorted_one_is(
     order = np.argsort(-logits[0], kind="stable")
     kept = order[: np.searchsorted(np.cumsum(probabilities[order]), settings["top_p"]) + 1]
     kept = kept[probabilities[kept] >= settings.get("min_p", 0.0) * probabilities.max()]
-    tokens = sampling.draws(2000)
+    tokens = sampling.draws(600)
     assert np.isin(tokens, kept).all()
     rank_of = np.empty(n_vocab, np.int64)
     rank_of[order] = np.arange(n_vocab)
