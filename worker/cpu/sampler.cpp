@@ -1,4 +1,5 @@
-// The sampler: candidate selection by thresholds instead of a full sort, so that the cost hardly depends on the vocabulary.
+// The sampler: candidate selection by thresholds instead of a full sort, so that the cost hardly depends on the
+// vocabulary.
 #include "sampler.h"
 
 #include <algorithm>
@@ -151,8 +152,8 @@ double sum_of(const double* weights, int32_t n) {
   return sum;
 }
 
-// The logit of the last token that top-p keeps, where the tokens above `high` are known not to be enough. Halves the range
-// of logits until few are left to sort. False where several tokens share that logit and some are cut.
+// The logit of the last token that top-p keeps, where the tokens above `high` are known not to be enough. Halves the
+// range of logits until few are left to sort. False where several tokens share that logit and some are cut.
 bool find_top_p_floor(const Row& row, double wanted, float high, float temperature, const double* weights,
                       float* floor) {
   float low = row.largest() - kNegligible * temperature;
@@ -274,12 +275,14 @@ const char* sample_row(const ElementKernels& element, const float* logits, int32
   sampled->n_top = 0;
   sampled->logprob = std::numeric_limits<float>::quiet_NaN();  // not asked for
   if (sampler.n_top >= 0)
-    report_logprobs(Row(element, logits, n_vocab, largest, scratch), std::min(sampler.n_top, n_vocab), scratch, sampled);
+    report_logprobs(Row(element, logits, n_vocab, largest, scratch), std::min(sampler.n_top, n_vocab), scratch,
+                    sampled);
   return nullptr;
 }
 
 const char* check_sampler(const pw_sampler& s, int32_t n_vocab) {
-  if (!finite(s.temperature) || !finite(s.top_p) || !finite(s.min_p)) return "temperature, top_p or min_p is not finite";
+  if (!finite(s.temperature) || !finite(s.top_p) || !finite(s.min_p))
+    return "temperature, top_p or min_p is not finite";
   if (!finite(s.repeat_penalty) || !finite(s.presence_penalty) || !finite(s.frequency_penalty))
     return "a penalty is not finite";
   if (s.repeat_penalty <= 0.0f) return "repeat_penalty must be above 0 (1 = off)";
@@ -287,7 +290,8 @@ const char* check_sampler(const pw_sampler& s, int32_t n_vocab) {
     return "top_k must be 0 or more, top_p above 0, min_p 0 to 1";
   if (s.n_top < -1 || s.n_top > PW_MAX_TOP) return "n_top must be -1 (none) to 20";
   if (s.n_history < 0 || (s.n_history > 0 && !s.history)) return "n_history without history";
-  if (s.n_bias < 0 || (s.n_bias > 0 && !(s.bias_ids && s.bias_values))) return "n_bias without bias_ids and bias_values";
+  if (s.n_bias < 0 || (s.n_bias > 0 && !(s.bias_ids && s.bias_values)))
+    return "n_bias without bias_ids and bias_values";
   for (int32_t i = 0; i < s.n_history; ++i)
     if (s.history[i] < 0 || s.history[i] >= n_vocab) return "a history token is outside of the vocabulary";
   for (int32_t i = 0; i < s.n_bias; ++i)
