@@ -59,8 +59,10 @@ def _attention_variants() -> Iterator[Variant]:
         for is_q8 in (0, 1) if head_dim % 32 == 0 else (0,):
             cache = {"HEAD_DIM": head_dim, "KV_Q8": is_q8}
             yield "rope.cu", cache
-            yield "attention_decode.cu", {**cache, "HEADS": 2 - is_q8, "WARPS": 8}
-            yield "attention_decode_long.cu", {**cache, "HEADS": 8, "WARPS": 4, "STAGES": 2 - is_q8}
+            for fused in (0, 1):
+                cut = {**cache, "FUSED": fused}
+                yield "attention_decode.cu", {**cut, "HEADS": 2 - is_q8, "WARPS": 8}
+                yield "attention_decode_long.cu", {**cut, "HEADS": 8, "WARPS": 4, "STAGES": 2 - is_q8}
             tile = {"TILE_ROWS": 64 if head_dim > 128 else 128, "STAGES": 2 - is_q8}
             yield "attention_prefill.cu", {**cache, **tile}
 
