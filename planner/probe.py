@@ -8,6 +8,7 @@ library. Memory that is free changes by the minute, so that number is read anew 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -18,19 +19,20 @@ from typing import IO
 import msgspec
 
 from configs.errors import MeasureError
-from configs.paths import cache_folder
+from configs.paths import cache_folder, usable_folder
 from planner.progress import Reporter
 from plans import host
 from plans.files import hash_file, write_atomically
 from plans.key import library_path, worker_folder
 from plans.machine import REPORT_VERSION, Host, MachineReport
 
-TIMEOUT_S = 180.0
+TIMEOUT_S = 300.0
 
 
 def report_file(fingerprint: str, library_sha256: str | None) -> Path:
     build = library_sha256[:12] if library_sha256 else "no-library"
-    return cache_folder() / "machines" / f"{fingerprint}-{build}.json"
+    cuda = "-cupy" if importlib.util.find_spec("cupy") else ""  # installed since, it makes another report
+    return cache_folder() / "machines" / f"{fingerprint}-{build}{cuda}.json"
 
 
 def library_sha256() -> str | None:
@@ -89,13 +91,13 @@ def _relay(stream: IO[str], reporter: Reporter, tail: list[str]) -> None:
 
 
 def probe_command(folder: Path) -> list[str]:
-    return [sys.executable, "-P", "-m", "worker.probe", "--folder", str(folder)]
+    parent = ["--parent-pid", str(os.getpid())]
+    return [sys.executable, "-P", "-m", "worker.probe", "--folder", str(folder), *parent]
 
 
 def run_probe(reporter: Reporter) -> MachineReport:
     """Runs the worker's measuring job and reads the one JSON document that it prints."""
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = usable_folder(cache_folder(), "XDG_CACHE_HOME")
     tail: list[str] = []
     with subprocess.Popen(
         probe_command(folder),

@@ -43,9 +43,12 @@ def worker_folder() -> Path:
 
 
 def library_path(folder: Path | None = None) -> Path:
-    """Where the compiled library is or should be: beside its loader, else in the installed distribution."""
+    """Where the compiled library is or should be: beside its loader, else in the installed distribution.
+
+    With a `folder` (a worker package elsewhere) only that one counts.
+    """
     beside = (folder or worker_folder()) / "cpu" / LIBRARY_NAME
-    if beside.is_file():
+    if folder is not None or beside.is_file():
         return beside
     try:
         distribution = importlib.metadata.distribution("placewright")
@@ -66,7 +69,7 @@ def _hash_many(files: Iterable[Path], root: Path) -> str:
 def native_build(version: str, folder: Path | None = None) -> EngineBuild:
     """Kernel sources and the compiled library. Raises PlanError when the library was not built."""
     root = folder or worker_folder()
-    library = library_path(root)
+    library = library_path(folder)
     if not library.is_file():
         raise PlanError(
             f"the native engine's library is not built ({library} is missing); run scripts/build-cpu"

@@ -23,6 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plans.placement import CPU_ONLY, Placement
+from worker.cpu.library import load_library
 from worker.ops.oplist import OpKind
 from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch
 from worker.runtime.load import load_native
@@ -144,7 +145,10 @@ def main() -> int:
     parser.add_argument("--llama-bench", type=Path, required=True)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--isa", choices=["avx2", "avx512_vnni"], help="instead of the widest this CPU has")
     options = parser.parse_args()
+    if options.isa:
+        load_library().set_isa(options.isa)
     rows = []
     for model in options.models:
         for threads in options.threads:

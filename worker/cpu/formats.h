@@ -90,8 +90,4 @@ const TypeInfo* find_type(int32_t type);  // nullptr when there are no kernels f
 int64_t file_row_bytes(const TypeInfo& info, int32_t cols);
 int64_t packed_group_bytes(const TypeInfo& info, int32_t cols);  // 16 rows
 
-// Pack one row group: n_rows (1 to 16) rows of the file starting at `file`; missing rows become zeros.
-void pack_row_group(int32_t type, const uint8_t* file, int n_rows, int32_t cols, uint8_t* packed);
-void dequantize_row(int32_t type, const uint8_t* file_row, int32_t cols, float* out);
-
 }  // namespace pw

@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kRegionAlignment = 4096;
 
-KvLayer layer_shape(int32_t type, int32_t n_heads, int32_t head_dim) {
+KvLayer layer_shape(int32_t type, int32_t n_heads, int32_t head_dim, int32_t n_pages) {
   KvLayer layer{};
   layer.type = type;
   layer.n_heads = n_heads;
@@ -21,7 +21,7 @@ KvLayer layer_shape(int32_t type, int32_t n_heads, int32_t head_dim) {
   const int64_t code_bytes = type == PW_KV_Q8_0 ? 1 : 2;
   layer.key_bytes = PW_PAGE_TOKENS * (head_dim * code_bytes + layer.n_scales * 2);
   layer.block_bytes = 2 * layer.key_bytes;
-  layer.page_bytes = n_heads * layer.block_bytes;
+  layer.head_bytes = n_pages * layer.block_bytes;
   return layer;
 }
 
@@ -51,11 +51,11 @@ KvCache::KvCache(int32_t type, int32_t n_layers, const int32_t* n_heads, const i
     : n_pages_(n_pages) {
   std::vector<size_t> offsets;
   for (int32_t index = 0; index < n_layers; ++index) {
-    layers_.push_back(layer_shape(type, n_heads[index], head_dims[index]));
+    layers_.push_back(layer_shape(type, n_heads[index], head_dims[index], n_pages));
     offsets.push_back(reserved_bytes_);
-    const size_t bytes = static_cast<size_t>(layers_.back().page_bytes) * n_pages;
+    const size_t bytes = static_cast<size_t>(layers_.back().head_bytes) * n_heads[index];
     reserved_bytes_ += (bytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
-    page_bytes_ += layers_.back().page_bytes;
+    page_bytes_ += layers_.back().block_bytes * n_heads[index];
   }
   memory_ = pw_arena_alloc(reserved_bytes_, 1);
   if (!memory_) throw std::bad_alloc();
@@ -67,24 +67,28 @@ KvCache::~KvCache() { pw_arena_free(memory_, reserved_bytes_); }
 
 void KvCache::copy_page(int32_t source, int32_t destination) {
   for (const KvLayer& layer : layers_)
-    std::memcpy(layer.block(destination, 0), layer.block(source, 0), layer.page_bytes);
+    for (int32_t head = 0; head < layer.n_heads; ++head)
+      std::memcpy(layer.block(destination, head), layer.block(source, head), layer.block_bytes);
 }
 
 }  // namespace pw
 
 namespace {
 
-int32_t check_shapes(int32_t type, int32_t n_layers, const int32_t* n_heads, const int32_t* head_dims, int32_t n_pages) {
+int32_t check_shapes(int32_t type, int32_t n_layers, const int32_t* n_heads, const int32_t* head_dims,
+                     int32_t n_pages) {
   if (type != PW_KV_F16 && type != PW_KV_Q8_0)
-    return pw::fail(PW_E_UNSUPPORTED, "key/value type %d: there are f16 (%d) and q8_0 (%d)", type, PW_KV_F16, PW_KV_Q8_0);
+    return pw::fail(PW_E_UNSUPPORTED, "key/value type %d: there are f16 (%d) and q8_0 (%d)", type, PW_KV_F16,
+                    PW_KV_Q8_0);
   if (n_layers < 1 || n_pages < 1 || !n_heads || !head_dims)
     return pw::fail(PW_E_ARGUMENT, "a key/value cache of %d layers and %d pages needs at least one of each", n_layers,
                     n_pages);
   for (int32_t index = 0; index < n_layers; ++index)
     if (n_heads[index] < 1 || head_dims[index] < 16 || head_dims[index] > 1024 || head_dims[index] % 16)
-      return pw::fail(PW_E_UNSUPPORTED,
-                      "layer %d has %d key/value heads of %d dims: needs 1 head or more, dims a multiple of 16 up to 1024",
-                      index, n_heads[index], head_dims[index]);
+      return pw::fail(
+          PW_E_UNSUPPORTED,
+          "layer %d has %d key/value heads of %d dims: needs 1 head or more, dims a multiple of 16 up to 1024", index,
+          n_heads[index], head_dims[index]);
   return PW_OK;
 }
 
@@ -112,7 +116,8 @@ int64_t pw_kv_page_bytes(const pw_kv* kv) { return as_cache(kv).page_bytes(); }
 int32_t pw_kv_copy_page(pw_kv* kv, int32_t source, int32_t destination) {
   const int32_t n_pages = as_cache(kv).n_pages();
   if (source < 0 || source >= n_pages || destination < 0 || destination >= n_pages)
-    return pw::fail(PW_E_ARGUMENT, "copy of page %d to %d: the cache has pages 0..%d", source, destination, n_pages - 1);
+    return pw::fail(PW_E_ARGUMENT, "copy of page %d to %d: the cache has pages 0..%d", source, destination,
+                    n_pages - 1);
   if (source != destination) reinterpret_cast<pw::KvCache*>(kv)->copy_page(source, destination);
   return PW_OK;
 }

@@ -50,6 +50,8 @@ struct MatmulKernels {
   void (*matmul)(const Matmul* m, int32_t group_begin, int32_t group_end, void* scratch);
   // one row of a matrix in file order to f32 (for the embedding)
   void (*dequantize_row)(int32_t type, const uint8_t* file_row, int32_t cols, float* out);
+  // one row group: n_rows (1 to 16) rows from `file` on into the packed layout; missing rows become zeros
+  void (*pack_row_group)(int32_t type, const uint8_t* file, int32_t n_rows, int32_t cols, uint8_t* packed);
 };
 
 ActForm activation_form(int32_t type);

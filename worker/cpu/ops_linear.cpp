@@ -4,10 +4,10 @@
 namespace pw {
 namespace {
 
-constexpr int32_t kGroupRows = 16;
 constexpr int32_t kForms = 3;
-
-int32_t row_groups(const pw_weight& weight) { return (weight.rows + kGroupRows - 1) / kGroupRows; }
+constexpr double kPieceNs = 30000.0;  // long against taking it, short against waiting for it
+constexpr double kBytesPerNs = 25.0;  // of weights from memory, by one thread
+constexpr double kMultiplyAddsPerNs = 150.0;
 
 // The input in each form that one of the weights asks for.
 struct PreparedInputs {
@@ -55,10 +55,10 @@ RowRange rows_of_groups(const pw_weight& weight, int32_t group_begin, int32_t gr
 }
 
 // Gate, up and their gated product for the same rows, without a barrier between.
-void run_gated(Run& run, const pw_op& op, const pw_op& glu, const PreparedInputs& inputs, int32_t n_rows,
-               int64_t piece) {
+void run_gated(Run& run, const pw_op& op, const pw_op& glu, const PreparedInputs& inputs, int32_t n_rows) {
   const Matmul gate = product(run, op, 0, inputs), up = product(run, op, 1, inputs);
-  run.member.parallel(row_groups(*gate.weight), piece, [&](int64_t begin, int64_t end) {
+  const int64_t n_groups = row_groups(*gate.weight);
+  run.member.parallel(n_groups, group_piece(run, *gate.weight, n_groups, n_rows), [&](int64_t begin, int64_t end) {
     const int32_t group_begin = static_cast<int32_t>(begin), group_end = static_cast<int32_t>(end);
     run.step.matmul->matmul(&gate, group_begin, group_end, run.scratch());
     run.step.matmul->matmul(&up, group_begin, group_end, run.scratch());
@@ -75,7 +75,7 @@ void cap_rows(Run& run, const pw_op& op, int32_t j, RowRange range, int32_t n_ro
 }
 
 // The row groups of all outputs in one sequence, so that they share the threads evenly.
-void run_outputs(Run& run, const pw_op& op, const PreparedInputs& inputs, int32_t n_rows, int64_t at_least) {
+void run_outputs(Run& run, const pw_op& op, const PreparedInputs& inputs, int32_t n_rows) {
   Matmul products[kMaxOutputs];
   int64_t first_group[kMaxOutputs + 1] = {};
   for (int32_t j = 0; j < op.i[0]; ++j) {
@@ -83,7 +83,8 @@ void run_outputs(Run& run, const pw_op& op, const PreparedInputs& inputs, int32_
     first_group[j + 1] = first_group[j] + row_groups(*products[j].weight);
   }
   const int64_t n_groups = first_group[op.i[0]];
-  run.member.parallel(n_groups, piece_of(n_groups, run.member.n_threads(), at_least), [&](int64_t begin, int64_t end) {
+  const int64_t piece = group_piece(run, *products[0].weight, n_groups, n_rows);
+  run.member.parallel(n_groups, piece, [&](int64_t begin, int64_t end) {
     for (int32_t j = 0; j < op.i[0]; ++j) {
       const int64_t from = begin > first_group[j] ? begin : first_group[j];
       const int64_t to = end < first_group[j + 1] ? end : first_group[j + 1];
@@ -115,6 +116,14 @@ void prepare_activations(Run& run, const Activations& activations, const float* 
   });
 }
 
+int64_t group_piece(const Run& run, const pw_weight& weight, int64_t n_units, int32_t n_rows) {
+  const double bytes_ns = static_cast<double>(pw_file_bytes(weight.type, kGroupRows, weight.cols)) / kBytesPerNs;
+  const double compute_ns = double{kGroupRows} * weight.cols * n_rows / kMultiplyAddsPerNs;
+  const double group_ns = bytes_ns > compute_ns ? bytes_ns : compute_ns;
+  const int64_t at_least = n_rows > 1 ? 2 : 1;  // wide kernels take two row groups at a time
+  return piece_of(n_units, run.member.n_threads(), at_least, static_cast<int64_t>(kPieceNs / group_ns));
+}
+
 size_t linear_shared_bytes(const Step& step, const pw_op& op) {
   const int32_t n_rows = step.buffers[op.in[0]].is_output ? step.max_outputs : step.max_tokens;
   Carver carver(nullptr);
@@ -126,10 +135,8 @@ void run_linear(Run& run, const pw_op& op, const OpPlan& plan) {
   const int32_t n_rows = run.rows(op.in[0]);
   if (n_rows == 0) return;
   const PreparedInputs inputs = prepare_inputs(run, op, n_rows);
-  const int64_t at_least = n_rows > 1 ? 2 : 1;  // wide kernels take two row groups at a time
-  if (plan.fused_glu < 0) return run_outputs(run, op, inputs, n_rows, at_least);
-  const int64_t n_groups = row_groups(run.weight(op.weight[0]));
-  run_gated(run, op, run.step.ops[plan.fused_glu], inputs, n_rows, piece_of(n_groups, run.member.n_threads(), at_least));
+  if (plan.fused_glu < 0) return run_outputs(run, op, inputs, n_rows);
+  run_gated(run, op, run.step.ops[plan.fused_glu], inputs, n_rows);
 }
 
 }  // namespace pw

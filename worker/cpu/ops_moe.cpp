@@ -1,17 +1,13 @@
 // ROUTER and MOE: which experts a token takes, and their feed-forward networks grouped by expert.
 //
-// A slot is one (token, choice) pair. Slots are sorted by expert, so that each expert's weights are read once for all its
-// tokens; results go back to slot order before they are added up, so that a token's sum has one order.
+// A slot is one (token, choice) pair. Slots are sorted by expert, so that each expert's weights are read once for all
+// its tokens; results go back to slot order before they are added up, so that a token's sum has one order.
 #include <cmath>
 
 #include "step.h"
 
 namespace pw {
 namespace {
-
-constexpr int32_t kGroupRows = 16;
-
-int32_t row_groups(const pw_weight& weight) { return (weight.rows + kGroupRows - 1) / kGroupRows; }
 
 // ---- router ----
 
@@ -65,20 +61,20 @@ void choose_experts(const Run& run, const pw_op& op, float* probabilities, int32
 
 // Sorted slots: expert e's are [first[e], first[e + 1]).
 struct Routing {
-  int32_t* first;           // [experts + 1]
-  int32_t* slots;           // [n_slots] slot ids by expert, ascending within one
-  int32_t* tokens;          // [n_slots] their tokens
-  int32_t* active;          // experts with slots
-  int32_t* n_active;        // one number
-  int64_t* input_offset;    // [experts] of an active expert's prepared input
-  int64_t* hidden_offset;   // likewise of its prepared hidden rows
+  int32_t* first;          // [experts + 1]
+  int32_t* slots;          // [n_slots] slot ids by expert, ascending within one
+  int32_t* tokens;         // [n_slots] their tokens
+  int32_t* active;         // experts with slots
+  int32_t* n_active;       // one number
+  int64_t* input_offset;   // [experts] of an active expert's prepared input
+  int64_t* hidden_offset;  // likewise of its prepared hidden rows
 };
 
 struct MoeScratch {
   Routing routing;
-  float* hidden;             // [n_slots, n_ff] in sorted order
-  float* up;                 // likewise
-  float* results;            // [n_slots, n_embd] in slot order
+  float* hidden;   // [n_slots, n_ff] in sorted order
+  float* up;       // likewise
+  float* results;  // [n_slots, n_embd] in slot order
   uint8_t* inputs;
   uint8_t* hidden_inputs;
 };
@@ -100,7 +96,8 @@ MoeScratch carve_moe(Carver& carver, const Step& step, const pw_op& op, int32_t 
   s.results = carver.take<float>(n_slots * down.rows);
   const size_t padding = n_experts * kCacheLine;  // each expert's part starts on a line
   s.inputs = carver.take<uint8_t>(activations_bytes(step, op.weight[0], static_cast<int32_t>(n_slots)) + padding);
-  s.hidden_inputs = carver.take<uint8_t>(activations_bytes(step, op.weight[2], static_cast<int32_t>(n_slots)) + padding);
+  s.hidden_inputs =
+      carver.take<uint8_t>(activations_bytes(step, op.weight[2], static_cast<int32_t>(n_slots)) + padding);
   return s;
 }
 
@@ -138,7 +135,7 @@ class Experts {
   const Routing& routing() const { return scratch_.routing; }
   int64_t units(const pw_weight& weight) const { return int64_t{*routing().n_active} * row_groups(weight); }
   int64_t piece(const pw_weight& weight) const {
-    return piece_of(units(weight), run_.member.n_threads(), n_tokens_ > 1 ? 2 : 1);
+    return group_piece(run_, weight, units(weight), n_slots_ / *routing().n_active);
   }
 
   void sort_slots() {
@@ -175,7 +172,8 @@ class Experts {
   Activations input_of(int32_t expert) const {
     const ActForm form = activation_form(gate_.type);
     if (one_token()) return describe_activations(run_, form, 1, gate_.cols, scratch_.inputs);
-    return describe_activations(run_, form, count(expert), gate_.cols, scratch_.inputs + routing().input_offset[expert]);
+    return describe_activations(run_, form, count(expert), gate_.cols,
+                                scratch_.inputs + routing().input_offset[expert]);
   }
 
   Activations hidden_of(int32_t expert) const {
@@ -300,7 +298,7 @@ void run_router(Run& run, const pw_op& op) {
   m.output_stride = weight.rows;
   m.scale = 1.0f;
   const int64_t n_groups = row_groups(weight);
-  run.member.parallel(n_groups, piece_of(n_groups, run.member.n_threads()), [&](int64_t begin, int64_t end) {
+  run.member.parallel(n_groups, group_piece(run, weight, n_groups, n_rows), [&](int64_t begin, int64_t end) {
     run.step.matmul->matmul(&m, static_cast<int32_t>(begin), static_cast<int32_t>(end), run.scratch());
   });
   run.each_row(n_rows, [&](int32_t row) {

@@ -72,11 +72,11 @@ struct TilePlan {
 
 // What is known of an op when the step is created.
 struct OpPlan {
-  int32_t fused_glu = -1;     // LINEAR: the GLU op that is applied to its outputs at once
-  bool skip = false;          // GLU that a LINEAR does
-  int32_t rope_table = -1;    // ROPE_STORE
-  bool fills_table = false;   // first user of it
-  int32_t tile_plan = -1;     // ATTENTION
+  int32_t fused_glu = -1;    // LINEAR: the GLU op that is applied to its outputs at once
+  bool skip = false;         // GLU that a LINEAR does
+  int32_t rope_table = -1;   // ROPE_STORE
+  bool fills_table = false;  // first user of it
+  int32_t tile_plan = -1;    // ATTENTION
 };
 
 struct Step {
@@ -142,13 +142,18 @@ struct Run {
   void fail(int32_t code, const char* words);
 };
 
-// ---- preparing activations (ops_linear.cpp; also used by the router and the experts) ----
+// ---- matrix products (ops_linear.cpp; also used by the router and the experts) ----
 
 size_t activations_bytes(const Step& step, int32_t weight, int32_t n_tokens);
 // Describes rows prepared in `memory`; every thread makes its own copy.
 Activations describe_activations(const Run& run, ActForm form, int32_t n_tokens, int32_t cols, uint8_t* memory);
 // Fills them from x [n_tokens, cols].
 void prepare_activations(Run& run, const Activations& activations, const float* x);
+
+constexpr int32_t kGroupRows = 16;  // weight rows that the kernels take at a time
+inline int32_t row_groups(const pw_weight& weight) { return (weight.rows + kGroupRows - 1) / kGroupRows; }
+// How many of n_units row groups of `weight` one thread should take at a time, for n_rows rows of input.
+int64_t group_piece(const Run& run, const pw_weight& weight, int64_t n_units, int32_t n_rows);
 
 // ---- ops: one function each, called by every thread of the team ----
 

@@ -15,10 +15,10 @@
 namespace pw {
 namespace {
 
-constexpr int32_t kSpinsWithCpuEach = 4000;  // about 100 us: longer than any honest imbalance of a stage
-constexpr int32_t kSpinsOversubscribed = 50;
-constexpr int32_t kSpinsBetweenYields = 50;
+constexpr int32_t kSpinsWithCpuEach = 4000;  // about 100 us: pieces of work are cut to 30
+constexpr int32_t kSpinsOversubscribed = 100;
 constexpr int32_t kSpinsBetweenClocks = 64;
+constexpr int32_t kSpinsBetweenLooks = 64;  // at where the others run
 
 inline void pause_cpu() { __builtin_ia32_pause(); }
 
@@ -54,18 +54,6 @@ const cpu_set_t& process_cpus() {
   return cpus;
 }
 
-template <class Done>
-inline void spin_until(int32_t spins_before_yield, Done&& done) {
-  for (int32_t spins = 0; !done();) {
-    if (++spins < spins_before_yield) {
-      pause_cpu();
-      continue;
-    }
-    sched_yield();
-    spins = spins_before_yield > kSpinsBetweenYields ? spins_before_yield - kSpinsBetweenYields : 0;
-  }
-}
-
 }  // namespace
 
 // ---- member ----
@@ -78,13 +66,13 @@ bool TeamMember::arrive() {
 
 void TeamMember::release() {
   team_.arrived_.value.store(0, std::memory_order_relaxed);
-  team_.generation_.value.store(++generation_, std::memory_order_release);
+  team_.generation_.publish(++generation_);
 }
 
 void TeamMember::wait_for_release() {
-  const uint32_t next = ++generation_;
-  const std::atomic<uint32_t>& word = team_.generation_.value;
-  spin_until(team_.spins_before_yield_, [&] { return word.load(std::memory_order_acquire) == next; });
+  team_.note_cpu(index_);
+  team_.generation_.wait_for(++generation_, team_.spins_before_sleep_,
+                             [this] { return team_.shares_cpu(index_, n_threads_); });
 }
 
 void TeamMember::sync() {
@@ -119,12 +107,44 @@ bool TeamMember::take(int32_t owner, int64_t n_units, int64_t piece, int64_t* be
 
 void TeamMember::request_stop() { team_.stop_.store(true, std::memory_order_relaxed); }
 
+// ---- waiting ----
+
+void Team::Line::publish(uint32_t next) {
+  value.store(next, std::memory_order_seq_cst);
+  if (sleepers.load(std::memory_order_seq_cst) > 0) futex_wake(value);
+}
+
+template <class SharesCpu>
+void Team::Line::wait_for(uint32_t wanted, int32_t n_spins, SharesCpu&& shares_cpu) {
+  for (int32_t spin = 1; spin < n_spins; ++spin) {
+    if (value.load(std::memory_order_acquire) == wanted) return;
+    pause_cpu();
+    if (spin % kSpinsBetweenLooks == 0 && shares_cpu()) sched_yield();
+  }
+  sleepers.fetch_add(1, std::memory_order_seq_cst);
+  for (uint32_t seen; (seen = value.load(std::memory_order_seq_cst)) != wanted;) futex_wait(value, seen);
+  sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void Team::note_cpu(int32_t index) {
+  unsigned cpu = 0;
+  getcpu(&cpu, nullptr);
+  queues_[0][index].cpu.store(cpu, std::memory_order_relaxed);
+}
+
+bool Team::shares_cpu(int32_t index, int32_t n_threads) const {
+  const uint32_t own = queues_[0][index].cpu.load(std::memory_order_relaxed);
+  for (int32_t other = 0; other < n_threads; ++other)
+    if (other != index && queues_[0][other].cpu.load(std::memory_order_relaxed) == own) return true;
+  return false;
+}
+
 // ---- team ----
 
 Team::Team(int32_t n_threads, const int32_t* cpus, int32_t spin_us) : n_threads_(n_threads), spin_us_(spin_us) {
   const cpu_set_t& allowed = process_cpus();
   if (cpus) cpus_.assign(cpus, cpus + n_threads);
-  spins_before_yield_ = n_threads <= CPU_COUNT(&allowed) ? kSpinsWithCpuEach : kSpinsOversubscribed;
+  spins_before_sleep_ = n_threads <= CPU_COUNT(&allowed) ? kSpinsWithCpuEach : kSpinsOversubscribed;
   for (auto& queues : queues_) queues = std::make_unique<Queue[]>(n_threads);
   mailboxes_ = std::make_unique<Mailbox[]>(n_threads);
   threads_.reserve(n_threads - 1);
@@ -155,7 +175,7 @@ void Team::wait_for_job(Mailbox& mailbox, uint32_t seen) {
     pause_cpu();
     if (spins % kSpinsBetweenClocks) continue;
     if (now_ns() < give_up_ns) {
-      if (spins_before_yield_ == kSpinsOversubscribed) sched_yield();
+      if (spins_before_sleep_ == kSpinsOversubscribed) sched_yield();
       continue;
     }
     mailbox.parked.store(1, std::memory_order_seq_cst);
@@ -173,10 +193,18 @@ void Team::work(int32_t index) {
   for (uint32_t seen = 0;; ++seen) {
     wait_for_job(mailbox, seen);
     if (quit_.load(std::memory_order_relaxed)) return;
-    TeamMember member(*this, index, job_threads_);
+    const int32_t n_threads = job_threads_;
+    TeamMember member(*this, index, n_threads);
     job_(member, context_);
-    finished_.value.fetch_add(1, std::memory_order_release);
+    finish(n_threads);
   }
+}
+
+// After the last worker's addition the caller may be gone with the next job: nothing of this one is read any more.
+void Team::finish(int32_t n_threads) {
+  const uint32_t finished = finished_.value.fetch_add(1, std::memory_order_seq_cst) + 1;
+  if (finished == static_cast<uint32_t>(n_threads - 1) && finished_.sleepers.load(std::memory_order_seq_cst) > 0)
+    futex_wake(finished_.value);
 }
 
 void Team::pin_caller() {
@@ -206,10 +234,10 @@ void Team::run(int32_t n_threads, Job job, void* context) {
   }
   TeamMember member(*this, 0, n_threads);
   job(member, context);
-  const auto all_finished = [&] {
-    return finished_.value.load(std::memory_order_acquire) == static_cast<uint32_t>(n_threads - 1);
-  };
-  if (n_threads > 1) spin_until(spins_before_yield_, all_finished);
+  if (n_threads == 1) return;
+  note_cpu(0);
+  finished_.wait_for(static_cast<uint32_t>(n_threads - 1), spins_before_sleep_,
+                     [&] { return shares_cpu(0, n_threads); });
 }
 
 }  // namespace pw
@@ -218,8 +246,8 @@ extern "C" {
 
 pw_team* pw_team_create(int32_t n_threads, const int32_t* cpus, int32_t spin_us) {
   if (n_threads < 1 || n_threads > 1024 || spin_us < 0) {
-    pw::fail(PW_E_ARGUMENT, "a team of %d threads with a spin of %d us: 1 to 1024 threads, spin of 0 or more", n_threads,
-             spin_us);
+    pw::fail(PW_E_ARGUMENT, "a team of %d threads with a spin of %d us: 1 to 1024 threads, spin of 0 or more",
+             n_threads, spin_us);
     return nullptr;
   }
   try {

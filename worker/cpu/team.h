@@ -1,7 +1,9 @@
 // A team of threads for one forward pass: fork once, then meet at barriers inside the step, join once.
 //
-// Between steps a worker spins for `spin_us` and then parks on a futex of its own; inside a step nobody sleeps. A waiting
-// thread yields the CPU after a while, so that a team on a busy or too small machine slows down instead of collapsing.
+// Between steps a worker spins for `spin_us` and then parks on a futex of its own. Inside a step a thread that waits
+// for the others spins too. Where the system has put two of the team on one CPU, the one that waits makes way at once;
+// and who has waited longer than any stage is uneven (a thread has lost its CPU) sleeps, so that the late one may run
+// in its place. A team on a busy or too small machine slows down, not collapses.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -99,11 +101,19 @@ class Team {
  private:
   friend class TeamMember;
 
+  // A number that threads wait for: spinning first, asleep later.
   struct alignas(64) Line {
     std::atomic<uint32_t> value{0};
+    std::atomic<uint32_t> sleepers{0};
+
+    void publish(uint32_t next);
+    // `shares_cpu()` tells whether the CPU is wanted by one that is waited for
+    template <class SharesCpu>
+    void wait_for(uint32_t wanted, int32_t n_spins, SharesCpu&& shares_cpu);
   };
   struct alignas(64) Queue {
     std::atomic<int64_t> next{0};
+    std::atomic<uint32_t> cpu{0};  // where the thread that owns the queue ran last
   };
   struct alignas(64) Mailbox {
     std::atomic<uint32_t> job_number{0};
@@ -113,13 +123,16 @@ class Team {
   void work(int32_t index);
   void wait_for_job(Mailbox& mailbox, uint32_t seen);
   void post(Mailbox& mailbox);
+  void finish(int32_t n_threads);
+  void note_cpu(int32_t index);
+  bool shares_cpu(int32_t index, int32_t n_threads) const;
   void pin_caller();
   void dismiss();
 
   const int32_t n_threads_;
   const int32_t spin_us_;
   std::vector<int32_t> cpus_;
-  int32_t spins_before_yield_;
+  int32_t spins_before_sleep_;
   Job job_ = nullptr;
   void* context_ = nullptr;
   int32_t job_threads_ = 1;
@@ -133,9 +146,11 @@ class Team {
   std::vector<std::thread> threads_;
 };
 
-// A piece size that gives each thread a few pieces of its share, so that a thread that lost its CPU can be helped.
-inline int64_t piece_of(int64_t n_units, int32_t n_threads, int64_t at_least = 1) {
-  const int64_t piece = n_units / (int64_t{n_threads} * 6);
+// A piece size that gives each thread a few pieces of its share, so that a thread that lost its CPU can be helped; no
+// more than `at_most`, for stages where even such a piece takes long.
+inline int64_t piece_of(int64_t n_units, int32_t n_threads, int64_t at_least = 1, int64_t at_most = INT64_MAX) {
+  const int64_t fair = n_units / (int64_t{n_threads} * 6);
+  const int64_t piece = fair < at_most ? fair : at_most;
   return piece > at_least ? piece : at_least;
 }
 

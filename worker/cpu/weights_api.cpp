@@ -1,5 +1,7 @@
 // The C ABI of weights: which types there are, their sizes, and packing (pw_cpu.h).
 #include "formats.h"
+#include "isa.h"
+#include "matmul.h"
 #include "pw_cpu.h"
 
 namespace {
@@ -38,10 +40,12 @@ int32_t pw_pack(int32_t type, int32_t rows, int32_t cols, const uint8_t* file, u
   if (row_begin < 0 || row_begin > row_end || row_end > rows || row_begin % pw::kRowGroup != 0 || !ends_well) {
     return PW_E_ARGUMENT;
   }
+  if (pw::isa_level() == pw::IsaLevel::none) return PW_E_UNSUPPORTED;
+  const pw::MatmulKernels& kernels = pw::matmul_kernels();
   const int64_t row_bytes = pw::file_row_bytes(*info, cols), group_bytes = pw::packed_group_bytes(*info, cols);
   for (int32_t row = row_begin; row < row_end; row += pw::kRowGroup) {
     const int32_t n_rows = row_end - row < pw::kRowGroup ? row_end - row : pw::kRowGroup;
-    pw::pack_row_group(type, file + row * row_bytes, n_rows, cols, packed + row / pw::kRowGroup * group_bytes);
+    kernels.pack_row_group(type, file + row * row_bytes, n_rows, cols, packed + row / pw::kRowGroup * group_bytes);
   }
   return PW_OK;
 }

@@ -17,10 +17,11 @@ from worker.cuda.formats import GpuMatrix, planar_row_bytes
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.kv_cache import KvLayerArrays
 from worker.cuda.linear import needs_codes
+from worker.cuda.matmul_moe import RouterRule
 from worker.cuda.memory import aligned
 from worker.cuda.ops import FileRows, Outputs
 from worker.cuda.prefill import Blas
-from worker.cuda.products import Products
+from worker.cuda.products import NETWORK_ROWS, Products
 from worker.cuda.repack import repack
 from worker.cuda.router import Router
 from worker.cuda.sampling import SamplingBuffers
@@ -57,6 +58,7 @@ class CudaKernels(KernelSet):
         self._products = Products(self.launcher, make_blas(device.stream), pdl)
         self._sampling: SamplingBuffers | None = None
         self._attention_scratch = self._router_scratch = 0
+        self._rule = RouterRule(0)  # of the router whose mixture comes next
 
     def row_bytes(self, type_id: int, columns: int) -> int:
         return planar_row_bytes(type_id, columns)
@@ -116,6 +118,8 @@ class CudaKernels(KernelSet):
     def rms_norm(
         self, rows: int, source: Rows, weight: int, out: Rows, eps: float, add: bool, shape: StepShape
     ) -> None:
+        if out.norm and rows == 1:
+            return
         forms = Outputs(values=out.values) if add else self._forms(rows, out)
         ops.rms_norm(
             self.launcher, source.values, weight, rows, source.width, eps, forms, accumulate=add, pdl=self.pdl
@@ -232,6 +236,9 @@ class CudaKernels(KernelSet):
         scale: float,
     ) -> None:
         n_experts, n_used, gating, normalize = ints
+        if source.norm and shape.n_tokens == 1:
+            self._rule = self._products.router_logits(source, matrix, bias, gating, bool(normalize), scale)
+            return
         settings = Router(
             matrix.pointer,
             matrix.type_id == _F16,
@@ -265,7 +272,26 @@ class CudaKernels(KernelSet):
         activation: int,
         accumulate: bool,
     ) -> None:
+        if source.norm and shape.n_tokens == 1:
+            self._products.moe_of_one(source, self._rule, ids.width, stacks, out, activation, accumulate)
+            return
         self._products.moe(shape.n_tokens, source, ids, weights, stacks, out, activation, accumulate)
+
+    def takes_network(self, rows: int) -> bool:
+        return 0 < rows <= NETWORK_ROWS
+
+    def network(
+        self,
+        rows: int,
+        source: Rows,
+        matrices: tuple[GpuMatrix, GpuMatrix, GpuMatrix],
+        hidden: Rows,
+        out: Rows,
+        activation: int,
+        accumulate: bool,
+        shape: StepShape,
+    ) -> None:
+        self._products.network(rows, source, matrices, hidden, out, activation, accumulate)
 
     def select(self, shape: StepShape, source: Rows, out: Rows) -> None:
         ops.select_rows(

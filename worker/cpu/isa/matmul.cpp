@@ -3,6 +3,7 @@
 
 #include "formats.h"
 #include "isa/activations.h"
+#include "isa/rows.h"
 
 namespace pw::PW_ISA {
 namespace {
@@ -24,6 +25,7 @@ void matmul(const Matmul* m, int32_t group_begin, int32_t group_end, void* scrat
 
 extern const MatmulKernels kMatmulKernels;
 const MatmulKernels kMatmulKernels = {activations_bytes, activations_init, activations_prepare,
-                                      scratch_bytes,     matmul,           dequantize_row};
+                                      scratch_bytes,     matmul,           dequantize_row,
+                                      pack_row_group};
 
 }  // namespace pw::PW_ISA

@@ -4,6 +4,7 @@
 #include "formats.h"
 #include "isa/activations.h"
 #include "isa/matmul_output.h"
+#include "isa/rows.h"
 #include "matmul.h"
 
 namespace pw::PW_ISA {
@@ -47,7 +48,7 @@ inline void run_tiles(const Matmul& m, int32_t group, const uint8_t* packed, con
 // With few tokens the core runs ahead of the loads by itself and prefetching only costs; with more the multiplications
 // of one group fill its window, and the stream of weights has to be asked for.
 template <int T>
-constexpr bool kPrefetches = T >= (kLanes == 16 ? 5 : 3);
+constexpr bool kPrefetches = T >= (kLanes == 16 ? 4 : 3);
 constexpr int kPrefetchBytes = 4096;
 
 inline void prefetch_ahead(const uint8_t* from, int n_bytes) {

@@ -1,9 +1,9 @@
 // One row of a matrix from file order to f32, for the embedding. Same operations in the same order as the reference
 // dequantisers (scale times sub-scale, times code, minus min), so the values are equal to the last bit.
-#include "file_blocks.h"
-#include "formats.h"
+#include "isa/file_blocks.h"
+#include "isa/rows.h"
 
-namespace pw {
+namespace pw::PW_ISA {
 namespace {
 
 float half_to_float(const uint8_t* bytes) {
@@ -53,7 +53,9 @@ template <class Block>
 void dequantize_block(const uint8_t* block, float* out) {
   constexpr QuantLayout kLayout = Block::layout;
   uint8_t sub_scales[16] = {};
-  if constexpr (kLayout.sub_scales != SubScales::none) Block::sub_scales(block, sub_scales);
+  if constexpr (kLayout.sub_scales != SubScales::none) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(sub_scales), Block::sub_scales(block));
+  }
   for (int g = 0; g < kLayout.groups(); g++) {
     uint8_t codes[kGroupCols];
     const Codes packed = Block::codes(block, g);
@@ -111,4 +113,4 @@ void dequantize_row(int32_t type, const uint8_t* row, int32_t cols, float* out) 
   }
 }
 
-}  // namespace pw
+}  // namespace pw::PW_ISA

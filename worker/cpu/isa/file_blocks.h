@@ -1,5 +1,5 @@
 // How to read one block of a GGUF file: its codes as unsigned bytes in column order and its sub-scales. The packer and
-// the row dequantiser are written once over these. SSE2, which every x86-64 has. Source: the block layouts of GGML.
+// the row dequantiser are written once over these. Source: the block layouts of GGML.
 #pragma once
 #include <emmintrin.h>
 
@@ -8,7 +8,7 @@
 
 #include "formats.h"
 
-namespace pw {
+namespace pw::PW_ISA {
 
 // The 32 unsigned codes of a group, columns 0-15 and 16-31.
 struct Codes {
@@ -54,8 +54,7 @@ inline Codes add_fifth_bit(Codes codes, const uint8_t* bits) {
   return codes;
 }
 
-// `codes` gives a group's codes. `sub_scales` writes two bytes for each of 8 groups, in the meaning of
-// QuantLayout::sub_scales.
+// `codes` gives a group's codes, `sub_scales` two bytes for each of 8 groups in the meaning of QuantLayout::sub_scales.
 template <int32_t Type>
 struct FileBlock;
 
@@ -98,7 +97,7 @@ struct FileBlock<kTypeQ2_K> {
   static Codes codes(const uint8_t* block, int group) {
     return take_bits(block + 16 + 32 * (group / 4), 2 * (group % 4), 2);
   }
-  static void sub_scales(const uint8_t* block, uint8_t* out) { memcpy(out, block, 16); }
+  static __m128i sub_scales(const uint8_t* block) { return load_16(block); }
 };
 
 template <>
@@ -109,7 +108,7 @@ struct FileBlock<kTypeQ3_K> {
     return add_high_bits(low, take_bits(block, group, 1), 2);
   }
   // 16 scales of 6 bits: 8 bytes with two low nibbles each, 4 bytes with four pairs of high bits; stored plus 32
-  static void sub_scales(const uint8_t* block, uint8_t* out) {
+  static __m128i sub_scales(const uint8_t* block) {
     uint64_t nibbles;
     uint32_t pairs;
     memcpy(&nibbles, block + 96, 8);
@@ -118,13 +117,12 @@ struct FileBlock<kTypeQ3_K> {
                                        static_cast<int64_t>(nibbles & 0x0f0f0f0f0f0f0f0f));
     const auto high_of = [&](int i) { return static_cast<int>((pairs >> 2 * i & 0x03030303) << 4); };
     const __m128i high = _mm_setr_epi32(high_of(0), high_of(1), high_of(2), high_of(3));
-    const __m128i scales = _mm_sub_epi8(_mm_or_si128(low, high), _mm_set1_epi8(32));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), scales);
+    return _mm_sub_epi8(_mm_or_si128(low, high), _mm_set1_epi8(32));
   }
 };
 
-// 8 scales and 8 mins of 6 bits in 12 bytes, as Q4_K and Q5_K have them; out: scale and min of each group in turn
-inline void unpack_6_bit_scales(const uint8_t* packed, uint8_t* out) {
+// 8 scales and 8 mins of 6 bits in 12 bytes, as Q4_K and Q5_K have them, to scale and min of each group in turn
+inline __m128i unpack_6_bit_scales(const uint8_t* packed) {
   uint32_t words[3];
   memcpy(words, packed, 12);
   const auto high_bits = [](uint32_t word) { return (word >> 6 & 0x03030303) << 4; };
@@ -133,8 +131,7 @@ inline void unpack_6_bit_scales(const uint8_t* packed, uint8_t* out) {
   const int mins[2] = {static_cast<int>(words[1] & 0x3f3f3f3f),
                        static_cast<int>((words[2] >> 4 & 0x0f0f0f0f) | high_bits(words[1]))};
   const __m128i all_scales = _mm_setr_epi32(scales[0], scales[1], 0, 0);
-  const __m128i both = _mm_unpacklo_epi8(all_scales, _mm_setr_epi32(mins[0], mins[1], 0, 0));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), both);
+  return _mm_unpacklo_epi8(all_scales, _mm_setr_epi32(mins[0], mins[1], 0, 0));
 }
 
 template <>
@@ -143,7 +140,7 @@ struct FileBlock<kTypeQ4_K> {
   static Codes codes(const uint8_t* block, int group) {
     return take_bits(block + 16 + 32 * (group / 2), 4 * (group % 2), 4);
   }
-  static void sub_scales(const uint8_t* block, uint8_t* out) { unpack_6_bit_scales(block + 4, out); }
+  static __m128i sub_scales(const uint8_t* block) { return unpack_6_bit_scales(block + 4); }
 };
 
 template <>
@@ -153,7 +150,7 @@ struct FileBlock<kTypeQ5_K> {
     const Codes low = take_bits(block + 48 + 32 * (group / 2), 4 * (group % 2), 4);
     return add_high_bits(low, take_bits(block + 16, group, 1), 4);
   }
-  static void sub_scales(const uint8_t* block, uint8_t* out) { unpack_6_bit_scales(block + 4, out); }
+  static __m128i sub_scales(const uint8_t* block) { return unpack_6_bit_scales(block + 4); }
 };
 
 template <>
@@ -164,7 +161,7 @@ struct FileBlock<kTypeQ6_K> {
     const Codes low = take_bits(block + 64 * (group / 4) + 32 * (quarter % 2), 4 * (quarter / 2), 4);
     return add_high_bits(low, take_bits(block + 128 + 32 * (group / 4), 2 * quarter, 2), 4);
   }
-  static void sub_scales(const uint8_t* block, uint8_t* out) { memcpy(out, block + 192, 16); }
+  static __m128i sub_scales(const uint8_t* block) { return load_16(block + 192); }
 };
 
-}  // namespace pw
+}  // namespace pw::PW_ISA

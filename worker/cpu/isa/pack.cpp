@@ -1,22 +1,25 @@
 // From the file's row-major blocks to the packed layout (formats.h), 16 rows at a time. One generic packer over
-// FileBlock: codes to bytes, a transpose of 4-byte steps, then bits into planes. SSE2 only, so it runs anywhere.
-#include "file_blocks.h"
-#include "formats.h"
+// FileBlock: codes to bytes, a transpose of 4-byte steps, then bits into planes.
+#include "isa/file_blocks.h"
+#include "isa/rows.h"
 
-namespace pw {
+namespace pw::PW_ISA {
 namespace {
 
 constexpr uint8_t kZeroBlock[256] = {};  // stands for the rows that pad the last group
 
-struct RowBlocks {
+// Where each of the 16 rows is in the file.
+struct RowPointers {
   const uint8_t* row[kRowGroup];
-};
+  int32_t n_rows;
 
-RowBlocks row_blocks(const uint8_t* file, int64_t row_bytes, int n_rows, int64_t offset) {
-  RowBlocks blocks;
-  for (int r = 0; r < kRowGroup; r++) blocks.row[r] = r < n_rows ? file + r * row_bytes + offset : kZeroBlock;
-  return blocks;
-}
+  RowPointers(const uint8_t* file, int64_t row_bytes, int32_t n) : n_rows(n) {
+    for (int32_t r = 0; r < kRowGroup; r++) row[r] = r < n ? file + r * row_bytes : kZeroBlock;
+  }
+  void advance(int64_t bytes) {
+    for (int32_t r = 0; r < n_rows; r++) row[r] += bytes;
+  }
+};
 
 // steps[s] = the 4 codes of step s of each row, rows in fours
 void transpose_steps(const Codes (&codes)[kRowGroup], __m128i (&steps)[kSteps][4]) {
@@ -52,25 +55,35 @@ void write_planes(const __m128i (&steps)[kSteps][4], int first_bit, uint8_t* out
   }
 }
 
-void gather_halves(const RowBlocks& blocks, int offset, uint8_t* out) {
+void gather_halves(const RowPointers& blocks, int offset, uint8_t* out) {
   for (int r = 0; r < kRowGroup; r++) memcpy(out + 2 * r, blocks.row[r] + offset, 2);
 }
 
-template <class Block>
-void pack_sub_scales(const RowBlocks& blocks, uint8_t* groups) {
-  constexpr QuantLayout kLayout = Block::layout;
-  for (int r = 0; r < kRowGroup; r++) {
-    uint8_t scales[16];
-    Block::sub_scales(blocks.row[r], scales);
-    for (int g = 0; g < kLayout.groups(); g++) {
-      groups[g * kLayout.group_bytes() + r] = scales[2 * g];
-      groups[g * kLayout.group_bytes() + kRowGroup + r] = scales[2 * g + 1];
+// Four perfect shuffles of 16 x 16 bytes transpose them.
+void transpose_bytes(__m128i (&rows)[kRowGroup]) {
+  for (int round = 0; round < 4; round++) {
+    __m128i shuffled[kRowGroup];
+    for (int i = 0; i < 8; i++) {
+      shuffled[2 * i] = _mm_unpacklo_epi8(rows[i], rows[i + 8]);
+      shuffled[2 * i + 1] = _mm_unpackhi_epi8(rows[i], rows[i + 8]);
     }
+    memcpy(rows, shuffled, sizeof(shuffled));
   }
 }
 
 template <class Block>
-void pack_unit(const RowBlocks& blocks, uint8_t* out) {
+void pack_sub_scales(const RowPointers& blocks, uint8_t* group) {
+  constexpr QuantLayout kLayout = Block::layout;
+  __m128i scales[kRowGroup];
+  for (int r = 0; r < kRowGroup; r++) scales[r] = Block::sub_scales(blocks.row[r]);
+  transpose_bytes(scales);
+  for (int g = 0; g < kLayout.groups(); g++, group += kLayout.group_bytes()) {
+    memcpy(group, scales + 2 * g, 2 * kRowGroup);
+  }
+}
+
+template <class Block>
+void pack_unit(const RowPointers& blocks, uint8_t* out) {
   constexpr QuantLayout kLayout = Block::layout;
   gather_halves(blocks, kLayout.scale_offset, out);
   if constexpr (kLayout.has_min()) gather_halves(blocks, kLayout.min_offset, out + 2 * kRowGroup);
@@ -89,31 +102,32 @@ void pack_unit(const RowBlocks& blocks, uint8_t* out) {
 }
 
 template <int32_t Type>
-void pack_quant(const uint8_t* file, int n_rows, int32_t cols, uint8_t* out) {
+void pack_quant(const uint8_t* file, int32_t n_rows, int32_t cols, uint8_t* out) {
   using Block = FileBlock<Type>;
   constexpr QuantLayout kLayout = Block::layout;
   const int n_units = cols / kLayout.unit_cols;
-  const int64_t row_bytes = static_cast<int64_t>(n_units) * kLayout.file_bytes;
-  for (int u = 0; u < n_units; u++, out += kLayout.unit_bytes()) {
-    pack_unit<Block>(row_blocks(file, row_bytes, n_rows, static_cast<int64_t>(u) * kLayout.file_bytes), out);
+  RowPointers blocks(file, static_cast<int64_t>(n_units) * kLayout.file_bytes, n_rows);
+  for (int u = 0; u < n_units; u++, out += kLayout.unit_bytes(), blocks.advance(kLayout.file_bytes)) {
+    pack_unit<Block>(blocks, out);
   }
 }
 
 // [column][16 rows] elements of `Bytes` bytes: float types, BF16 as pairs of columns
 template <int Bytes>
-void pack_elements(const uint8_t* file, int64_t row_bytes, int n_rows, int32_t n_elements, uint8_t* out) {
-  for (int32_t i = 0; i < n_elements; i++) {
-    const RowBlocks elements = row_blocks(file, row_bytes, n_rows, static_cast<int64_t>(i) * Bytes);
-    for (int r = 0; r < kRowGroup; r++, out += Bytes) memcpy(out, elements.row[r], Bytes);
+void pack_elements(const uint8_t* file, int64_t row_bytes, int32_t n_rows, int32_t n_elements, uint8_t* out) {
+  const RowPointers rows(file, row_bytes, n_rows);
+  for (int32_t i = 0; i < n_elements; i++, out += kRowGroup * Bytes) {
+    for (int32_t r = 0; r < n_rows; r++) memcpy(out + r * Bytes, rows.row[r] + static_cast<int64_t>(i) * Bytes, Bytes);
+    memset(out + n_rows * Bytes, 0, static_cast<size_t>(kRowGroup - n_rows) * Bytes);
   }
 }
 
-void pack_bf16(const uint8_t* file, int n_rows, int32_t cols, uint8_t* out) {
+void pack_bf16(const uint8_t* file, int32_t n_rows, int32_t cols, uint8_t* out) {
   const int64_t row_bytes = 2 * static_cast<int64_t>(cols);
   pack_elements<4>(file, row_bytes, n_rows, cols / 2, out);
   if (cols % 2 == 0) return;
   out += static_cast<int64_t>(cols / 2) * 4 * kRowGroup;
-  const RowBlocks last = row_blocks(file, row_bytes, n_rows, row_bytes - 2);
+  const RowPointers last(file + row_bytes - 2, row_bytes, n_rows);
   for (int r = 0; r < kRowGroup; r++) {
     memcpy(out + 4 * r, last.row[r], 2);
     memset(out + 4 * r + 2, 0, 2);
@@ -122,7 +136,7 @@ void pack_bf16(const uint8_t* file, int n_rows, int32_t cols, uint8_t* out) {
 
 }  // namespace
 
-void pack_row_group(int32_t type, const uint8_t* file, int n_rows, int32_t cols, uint8_t* packed) {
+void pack_row_group(int32_t type, const uint8_t* file, int32_t n_rows, int32_t cols, uint8_t* packed) {
   switch (type) {
     case kTypeF32: return pack_elements<4>(file, 4 * static_cast<int64_t>(cols), n_rows, cols, packed);
     case kTypeF16: return pack_elements<2>(file, 2 * static_cast<int64_t>(cols), n_rows, cols, packed);
@@ -141,4 +155,4 @@ void pack_row_group(int32_t type, const uint8_t* file, int n_rows, int32_t cols,
   }
 }
 
-}  // namespace pw
+}  // namespace pw::PW_ISA
