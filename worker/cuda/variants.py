@@ -70,8 +70,12 @@ def _attention_variants() -> Iterator[Variant]:
 def _prefill_variants() -> Iterator[Variant]:
     shape = {"COLS": 512, "ACTIVATION": 0}
     for kind in (*_FLOATS, *_QUANTISED):
-        yield "mma.cu", {**shape, "TYPE_0": kind, "TYPE_1": kind, "TOKEN_TILE": 16, "BUFFERS": 1, "GLU": 0}
-    for tile, buffers in ((32, 2), (64, 1), (64, 2)):
+        yield "mma.cu", {**shape, "TYPE_0": kind, "TYPE_1": kind, "TOKEN_TILE": 64, "BUFFERS": 1, "GLU": 0}
+        few = {**shape, "TYPE_0": kind, "TYPE_1": kind, "TOKEN_TILE": 16, "N_TILES": 2, "WARPS": 8}
+        yield "few.cu", {**few, "GLU": 0, "MIXTURE": 0}
+    gated = {"TYPE_0": 12, "TYPE_1": 14, "TOKEN_TILE": 32, "N_TILES": 4, "WARPS": 4, "GLU": 1, "MIXTURE": 1}
+    yield "few.cu", {**shape, **gated}
+    for tile, buffers in ((64, 1), (64, 2)):
         common = {"TOKEN_TILE": tile, "BUFFERS": buffers, "TYPE_0": 12, "TYPE_1": 12}
         yield "mma.cu", {**shape, **common, "GLU": 1}
     yield "mma.cu", {**shape, "TYPE_0": 14, "TYPE_1": 14, "TOKEN_TILE": 64, "BUFFERS": 2, "GLU": 0}
