@@ -100,7 +100,7 @@ class GpuExecutor:
         """Where one GPU has the whole model: try its decode graph's edges at TUNED_CONTEXT_TOKENS, on page 0."""
         model, position = self.models[0], min(TUNED_CONTEXT_TOKENS, self._context_tokens) - 1
         launcher = getattr(model.kernels, "launcher", None)
-        if len(self.sections) > 1 or not getattr(launcher, "has_dependent_launch", False):
+        if len(self.sections) > 1 or launcher is None or not launcher.has_dependent_launch:
             return
         part = SequencePart([0], position, [0] * (position // PAGE_TOKENS + 1), (Output(0, _GREEDY),))
         prepared = self._writer.write(StepBatch((part,), 1, 1), self._sampling)
