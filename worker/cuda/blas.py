@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 
 _R_16F, _R_32F = 2, 0  # cudaDataType_t
@@ -18,7 +20,9 @@ class CuBlas:
         from cupy_backends.cuda.libs import cublas
 
         # CuPy moves a handle to its current stream at every call; without this, products would run on the null stream.
-        self._stream = cupy.cuda.ExternalStream(stream)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the class, not yet of what it does
+            self._stream = cupy.cuda.ExternalStream(stream)
         self._cublas = cublas
         self._handle = cublas.create()
         cublas.setStream(self._handle, stream)

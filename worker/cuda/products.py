@@ -178,4 +178,6 @@ def _norm(source: Rows, rows: int) -> Norm | None:
 def _activations(source: Rows, rows: int) -> Activations:
     if source.norm and rows == 1:
         return Activations(source.norm.values)
+    if not linear.needs_codes(rows):  # then nobody wrote them
+        return Activations(source.values)
     return Activations(source.values, source.codes, source.scales, source.sums)
