@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 
 _R_16F, _R_32F = 2, 0  # cudaDataType_t
 _COMPUTE_32F = 68
 _OP_N, _OP_T = 0, 1
 _DEFAULT_ALGORITHM = -1
+
+
+class _Stream:
+    """An address as CUDA's Python packages exchange streams."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
 
 
 class CuBlas:
@@ -20,9 +28,9 @@ class CuBlas:
         from cupy_backends.cuda.libs import cublas
 
         # CuPy moves a handle to its current stream at every call; without this, products would run on the null stream.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of the class, not yet of what it does
-            self._stream = cupy.cuda.ExternalStream(stream)
+        streams = cupy.cuda.Stream
+        known = hasattr(streams, "from_external")  # CuPy 14 deprecates the other way
+        self._stream = streams.from_external(_Stream(stream)) if known else cupy.cuda.ExternalStream(stream)
         self._cublas = cublas
         self._handle = cublas.create()
         cublas.setStream(self._handle, stream)
