@@ -90,8 +90,8 @@ def allocate_buffers(
         parts = _part_bytes(buffer, index in sources, rows)
         address = memory.take("workspace", sum(parts), zeroed=True)
         places = [address + sum(parts[:part]) for part in range(len(parts))]
-        values, *forms = places
-        made.append(Rows(values, buffer.width, *forms))
+        codes, scales, sums = places[1:] or (0, 0, 0)
+        made.append(Rows(places[0], buffer.width, codes, scales, sums))
     return tuple(made)
 
 

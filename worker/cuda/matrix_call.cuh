@@ -25,7 +25,10 @@ struct MatrixCall {
 
 INLINE Tile tile_of(const MatrixCall& call, int token_tile) {
   int first = (int)blockIdx.y * token_tile;
-  if (call.tiles) return call.tiles[blockIdx.y];
+  if (call.tiles) {
+    int4 stored = __ldcg((const int4*)call.tiles + blockIdx.y);
+    return {stored.x, stored.y, stored.z, 0};
+  }
   return {0, first, min(token_tile, call.n_tokens - first), 0};
 }
 
@@ -33,7 +36,7 @@ INLINE Tile tile_of(const MatrixCall& call, int token_tile) {
 INLINE void find_sources(int* sources, const MatrixCall& call, const Tile& tile, int token_tile, int threads) {
   for (int i = threadIdx.x; i < token_tile; i += threads) {
     int position = tile.first + i;
-    sources[i] = i >= tile.count ? -1 : call.input_rows ? call.input_rows[position] / call.input_divisor : position;
+    sources[i] = i >= tile.count ? -1 : call.input_rows ? __ldcg(call.input_rows + position) / call.input_divisor : position;
   }
 }
 
@@ -42,7 +45,7 @@ INLINE void store_value(const MatrixCall& call, int position, int row, float y) 
   if (call.bias) y += call.bias[row];
   if (call.softcap != 0) y = call.softcap * tanhf(y / call.softcap);
   float* out = (float*)call.output + (u64)position * call.output_stride + row;
-  *out = call.accumulate ? *out + y : y;
+  *out = call.accumulate ? __ldcg(out) + y : y;
 }
 
 #if GLU
