@@ -23,7 +23,8 @@ from worker.cuda.gpu_step import Exchange, GpuStep
 from worker.cuda.lowering import Launch
 from worker.cuda.values import StepShape
 from worker.ops.batch import PAGE_TOKENS, Batch
-from worker.ops.oplist import OpKind, OpList
+from worker.ops.oplist import OpKind
+from worker.ops.traffic import weight_bytes_per_token
 from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch, StepFailed
 from worker.runtime.gpu_executor import GpuExecutor, step_batch_of
 from worker.runtime.load_gpu import load_gpu
@@ -72,7 +73,7 @@ def measure_model(path: Path) -> Iterator[tuple[str, str]]:
     rate = path.stat().st_size / upload_s
     yield "load", f"{executor.load_s:.2f} s in all; weights in {upload_s:.2f} s, {rate / 1e9:.1f} GB/s"
     yield "memory", ", ".join(f"{k} {v / 2**20:,.0f} MiB" for k, v in executor.memory_bytes().items())
-    read_bytes = bytes_per_token(executor.models[0].oplist)
+    read_bytes = weight_bytes_per_token(executor.models[0].oplist)
     for context in CONTEXTS:
         seconds = decode_s(executor, 1, context)
         share = f"{read_bytes / seconds / 1e12:.2f} TB/s of weights"
@@ -97,18 +98,6 @@ def warm_page_cache(path: Path) -> None:
     with path.open("rb") as file:
         while file.read(64 << 20):
             pass
-
-
-def bytes_per_token(oplist: OpList) -> int:
-    """Bytes of the weights in the file that one decoded token reads."""
-    total = 0
-    for op in oplist.ops:
-        tensors = [oplist.weights[index].tensor for index in op.weights if index >= 0]
-        if op.kind == OpKind.MOE:
-            total += sum(t.bytes * op.ints[1] // t.experts for t in tensors if t)
-        elif op.kind in (OpKind.LINEAR, OpKind.ROUTER):
-            total += sum(tensor.bytes for tensor in tensors if tensor)
-    return total
 
 
 def pages_of(executor: GpuExecutor, sequence: int, n_tokens: int) -> list[int]:

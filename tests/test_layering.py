@@ -82,7 +82,7 @@ def test_front_ends_load_neither_cupy_nor_the_kernels() -> None:
     """Only the worker process may load native code: a crash there must not take planner or server along."""
     program = (
         "import sys, placewright, planner.cli, server.cli\n"
-        "native = ('cupy', 'worker.cpu', 'worker.runtime')\n"
+        "native = ('cupy', 'worker.cpu', 'worker.cuda', 'worker.runtime')\n"
         "bad = [name for name in sys.modules if name.startswith(native)]\n"
         "sys.exit(repr(bad) if bad else 0)\n"
     )

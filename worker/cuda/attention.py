@@ -319,7 +319,7 @@ def decode_attention(
 
 def prefill_tile_rows(heads: Heads) -> int:
     """Query tokens that one block of `prefill_attention` takes."""
-    return 64 if heads.head_dim > 128 else 128
+    return 64
 
 
 def prefill_tiles(

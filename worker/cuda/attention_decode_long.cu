@@ -8,17 +8,10 @@
 #define STAGES 2
 #endif
 
-constexpr int kTileHalves = kPageTokens * kRowHalves;
 constexpr int kSumStride = HEAD_DIM + 4;  // f32 of one head of one warp; the two halves of a warp hit other banks
 
-INLINE void fetch_page(u16* stage, const Cache& cache, int page) {
-  const u64 first = cache.row(page * kPageTokens);
-  for (int index = threadIdx.x % 32; index < kPageTokens * kUnits; index += 32) {
-    const int row = index / kUnits, unit = index % kUnits;
-    u16* target = stage + row * kRowHalves + 8 * unit;
-    fetch_unit(target, cache.keys, cache.key_scales, first + row, unit);
-    fetch_unit(target + kTileHalves, cache.values, cache.value_scales, first + row, unit);
-  }
+INLINE void fetch_stage(u16* stage, const Cache& cache, int page) {
+  fetch_page<32>(stage, stage + kTileHalves, cache, page, threadIdx.x % 32);
 }
 
 INLINE void absorb_page(RowState& state, const QueryTile& queries, const u16* stage,
@@ -53,7 +46,7 @@ INLINE void fetch_first(u16* stages, const DecodeBlock& block, int first_page, i
   for (int i = 0; i < STAGES - 1; ++i) {
     const int page = block.visible.first_page + threadIdx.x / 32 + i * WARPS;
     if (page < block.visible.last_page && first_page <= page && page <= last_page)
-      fetch_page(stages + i * 2 * kTileHalves, block.cache, page);
+      fetch_stage(stages + i * 2 * kTileHalves, block.cache, page);
   }
 }
 
@@ -80,7 +73,7 @@ KERNEL __launch_bounds__(32 * WARPS) attention_decode_long(const __grid_constant
   int stage = 0;
   for (int page = block.visible.first_page + warp; page < block.visible.last_page; page += WARPS) {
     const int next = page + (STAGES - 1) * WARPS, free_stage = (stage + STAGES - 1) % STAGES;
-    if (next < block.visible.last_page) fetch_page(stages + free_stage * 2 * kTileHalves, block.cache, next);
+    if (next < block.visible.last_page) fetch_stage(stages + free_stage * 2 * kTileHalves, block.cache, next);
     copy_async_commit();
     copy_async_wait<STAGES - 1>();
     __syncwarp();

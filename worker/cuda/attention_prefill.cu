@@ -4,7 +4,7 @@
 #include "attention_tiles.cuh"
 
 #ifndef TILE_ROWS
-#define TILE_ROWS 128
+#define TILE_ROWS 64
 #endif
 #ifndef STAGES
 #define STAGES 2
@@ -12,16 +12,16 @@
 
 constexpr int kThreads = 2 * TILE_ROWS;
 constexpr int kPositions = HEAD_DIM > 128 ? 32 : 64;  // walked over at once
-constexpr int kTileHalves = kPositions * kRowHalves;
+constexpr int kPages = kPositions / kPageTokens;
+constexpr int kStageHalves = 2 * kPages * kTileHalves;  // keys, then values
+constexpr int kMinBlocks = HEAD_DIM > 128 ? 2 : 3;      // on a multiprocessor: one multiplies while another waits
 
-// Positions beyond the last visible one repeat it: they are masked, but have to be finite.
-INLINE void fetch_tile(u16* stage, const Cache& cache, int first, int last_position) {
-  for (int index = threadIdx.x; index < kPositions * kUnits; index += kThreads) {
-    const int row = index / kUnits, unit = index % kUnits;
-    const u64 at = cache.row(min(first + row, last_position));
-    u16* target = stage + row * kRowHalves + 8 * unit;
-    fetch_unit(target, cache.keys, cache.key_scales, at, unit);
-    fetch_unit(target + kTileHalves, cache.values, cache.value_scales, at, unit);
+// Pages beyond the last one repeat it: their positions are masked, but have to be finite.
+INLINE void fetch_block(u16* stage, const Cache& cache, int block, int last_page) {
+#pragma unroll
+  for (int i = 0; i < kPages; ++i) {
+    u16* keys = stage + i * kTileHalves;
+    fetch_page<kThreads>(keys, keys + kPages * kTileHalves, cache, min(block * kPages + i, last_page), threadIdx.x);
   }
   copy_async_commit();
 }
@@ -43,7 +43,7 @@ INLINE void store_row(const OutputRow& out, u64 first, const RowState& state, in
 }
 
 // grid: query heads, tiles; tiles i32 [n][4]: first row, rows, sequence, position of the first row
-KERNEL __launch_bounds__(kThreads)
+KERNEL __launch_bounds__(kThreads, kMinBlocks)
     attention_prefill(const float* query, const int* tiles, int n_heads, int n_kv_heads, const void* keys,
                       const void* values, const u16* key_scales, const u16* value_scales, const int* page_tables,
                       int max_pages, float scale, float cap, int window, float* out_values, u16* out_halves) {
@@ -73,19 +73,19 @@ KERNEL __launch_bounds__(kThreads)
   u16* stages = (u16*)shared;
   const int first_block = window > 0 ? max(0, first_position + 1 - window) / kPositions : 0;
   const int last_block = last_position / kPositions;
-  if (STAGES == 2) fetch_tile(stages, cache, first_block * kPositions, last_position);
+  const int last_page = last_position / kPageTokens;
+  if (STAGES == 2) fetch_block(stages, cache, first_block, last_page);
   for (int block = first_block; block <= last_block; ++block) {
     const int first = block * kPositions;
-    u16* stage = stages + (STAGES == 2 ? (block - first_block) % 2 : 0) * 2 * kTileHalves;
-    if (STAGES == 1) fetch_tile(stage, cache, first, last_position);
-    if (STAGES == 2 && block < last_block) {
-      u16* next = stages + (block - first_block + 1) % 2 * 2 * kTileHalves;
-      fetch_tile(next, cache, first + kPositions, last_position);
-      copy_async_wait<1>();
-    } else {
-      copy_async_wait<0>();
+    u16* stage = stages + (STAGES == 2 ? (block - first_block) % 2 : 0) * kStageHalves;
+    if (STAGES == 1) {
+      __syncthreads();
+      fetch_block(stage, cache, block, last_page);
     }
+    copy_async_wait<0>();
     __syncthreads();
+    if (STAGES == 2 && block < last_block)
+      fetch_block(stages + (block - first_block + 1) % 2 * kStageHalves, cache, block + 1, last_page);
     const bool is_seen = 16 * warp < n_rows && first <= warp_last &&
                          (window <= 0 || first + kPositions > warp_first + 1 - window);
     if (is_seen) {
@@ -94,9 +94,8 @@ KERNEL __launch_bounds__(kThreads)
       score_tile<kPositions>(queries, stage, scores);
       finish_scores<kPositions>(scores, scoring, masked, first, begin, end);
       weigh_scores<kPositions>(state, scores);
-      add_values<kPositions>(state, scores, stage + kTileHalves);
+      add_values<kPositions>(state, scores, stage + kPages * kTileHalves);
     }
-    __syncthreads();
   }
   gather_mass(state);
   const OutputRow out = {out_values, out_halves};

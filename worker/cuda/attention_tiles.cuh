@@ -136,25 +136,64 @@ INLINE void gather_mass(RowState& state) {
   }
 }
 
-// 8 f16 of one unit from codes of a q8_0 cache
-INLINE uint4 unpack_unit(uint2 codes, u16 scale_bits) {
-  const float scale = half_to_float(scale_bits);
-  const u32 words[2] = {codes.x, codes.y};
-  u32 out[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const u32 pair = words[i / 2] >> 16 * (i % 2);
-    out[i] = pack_half2((float)(signed char)pair * scale, (float)(signed char)(pair >> 8) * scale);
-  }
-  return make_uint4(out[0], out[1], out[2], out[3]);
-}
+constexpr int kTileHalves = kPageTokens * kRowHalves;  // a page of keys, or of values
 
-// Unit `unit` (8 values) of cache row `row` into shared memory; in the background where it needs no conversion.
-INLINE void fetch_unit(u16* target, const void* base, const u16* scales, u64 row, int unit) {
 #if KV_Q8
-  const uint2 codes = __ldcg((const uint2*)((const u8*)base + row * HEAD_DIM + 8 * unit));
-  *(uint4*)target = unpack_unit(codes, __ldcg(scales + row * (HEAD_DIM / 32) + unit / 4));
+// 16 values of a q8_0 cache as f16
+INLINE void store_codes(u16* target, uint4 codes, u16 scale_bits) {
+  const float scale = half_to_float(scale_bits);
+  const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+  u32 out[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const u32 pair = words[i / 2] >> 16 * (i % 2);
+    out[i] = pack_half2((float)(i8)pair * scale, (float)(i8)(pair >> 8) * scale);
+  }
+  *(uint4*)target = make_uint4(out[0], out[1], out[2], out[3]);
+  *(uint4*)(target + 8) = make_uint4(out[4], out[5], out[6], out[7]);
+}
+#endif
+
+// Keys and values of a page into shared memory, keys first, by `Threads` threads of which this is `thread`. Runs in the
+// background where nothing is to convert; else all loads of a thread are under way together.
+template <int Threads>
+INLINE void fetch_page(u16* keys, u16* values, const Cache& cache, int page, int thread) {
+  const u64 first_row = cache.row(page * kPageTokens);
+#if KV_Q8
+  constexpr int kChunks = kPageTokens * HEAD_DIM / 16, kEach = (kChunks + Threads - 1) / Threads;
+  constexpr int kBatch = kEach < 8 ? kEach : 8;
+  const uint4* key_codes = (const uint4*)((const i8*)cache.keys + first_row * HEAD_DIM);
+  const uint4* value_codes = (const uint4*)((const i8*)cache.values + first_row * HEAD_DIM);
+  const u16* key_scales = cache.key_scales + first_row * (HEAD_DIM / 32);
+  const u16* value_scales = cache.value_scales + first_row * (HEAD_DIM / 32);
+#pragma unroll
+  for (int base = 0; base < kEach; base += kBatch) {
+    uint4 codes[2][kBatch];
+    u16 scales[2][kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int chunk = min((base + i) * Threads + thread, kChunks - 1);
+      codes[0][i] = __ldcg(key_codes + chunk);
+      codes[1][i] = __ldcg(value_codes + chunk);
+      scales[0][i] = __ldcg(key_scales + chunk / 2);
+      scales[1][i] = __ldcg(value_scales + chunk / 2);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int chunk = min((base + i) * Threads + thread, kChunks - 1);
+      const int at = chunk / (HEAD_DIM / 16) * kRowHalves + chunk % (HEAD_DIM / 16) * 16;
+      store_codes(keys + at, codes[0][i], scales[0][i]);
+      store_codes(values + at, codes[1][i], scales[1][i]);
+    }
+  }
 #else
-  copy_async16(target, (const u16*)base + row * HEAD_DIM + 8 * unit, true);
+  const u16* key_units = (const u16*)cache.keys + first_row * HEAD_DIM;
+  const u16* value_units = (const u16*)cache.values + first_row * HEAD_DIM;
+#pragma unroll
+  for (int unit = thread; unit < kPageTokens * kUnits; unit += Threads) {
+    const int at = unit / kUnits * kRowHalves + unit % kUnits * 8;
+    copy_async16(keys + at, key_units + 8 * unit, true);
+    copy_async16(values + at, value_units + 8 * unit, true);
+  }
 #endif
 }

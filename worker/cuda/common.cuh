@@ -32,7 +32,15 @@ INLINE u16 float_to_half(float value) {
 }
 INLINE float bf16_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
 // two halves in one word, `low` in the lower 16 bits
-INLINE u32 pack_half2(float low, float high) { return (u32)float_to_half(low) | ((u32)float_to_half(high) << 16); }
+INLINE u32 pack_half2(float low, float high) {
+#if HAS_AMPERE
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return (u32)float_to_half(low) | ((u32)float_to_half(high) << 16);
+#endif
+}
 INLINE float low_half(u32 pair) { return half_to_float((u16)(pair & 0xffff)); }
 INLINE float high_half(u32 pair) { return half_to_float((u16)(pair >> 16)); }
 INLINE u32 half2_sub(u32 a, u32 b) {

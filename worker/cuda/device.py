@@ -213,7 +213,7 @@ class _PinnedBuffer:
         self._runtime = runtime
         self.address = int(runtime.hostAlloc(size_bytes, _HOST_ALLOC_PORTABLE))
         memory = (ctypes.c_uint8 * size_bytes).from_address(self.address)
-        self.array: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self.array: NDArray[np.uint8] = np.ctypeslib.as_array(memory)
         self.array[:] = 0
 
     def close(self) -> None:

@@ -59,11 +59,12 @@ def check(status: int, what: str, library: ctypes.CDLL | None = None) -> None:
 
 
 class Function:
-    """A kernel of a loaded module, with what the compiler gave it."""
+    """A kernel of a loaded module, with what the compiler gave it. `may_start_early`: False makes it ignore `pdl`."""
 
     def __init__(self, handle: c_void_p, name: str) -> None:
         self.handle = handle
         self.name = name
+        self.may_start_early = True
         self.registers = self._attribute(_REGISTERS)
         self.local_bytes = self._attribute(_LOCAL_BYTES)
         self._allowed_shared_bytes = DEFAULT_SHARED_BYTES
@@ -100,6 +101,9 @@ class Launcher:
         self.device = device
         self.stream = stream
         self.n_launches = 0
+        self.early_functions: dict[Function, None] | None = (
+            None  # those launched with `pdl`, where a dict is set
+        )
         facts = {name: self._device_fact(number) for name, number in _DEVICE_ATTRIBUTES.items()}
         self.capability = facts["major"] * 10 + facts["minor"]
         self.sm_count, self.shared_bytes = facts["sm_count"], facts["shared_bytes"]
@@ -162,7 +166,9 @@ class Launcher:
         function.allow_shared(shared_bytes)
         values = [ctypes.c_uint64(a) if isinstance(a, int) else a for a in args]
         pointers = (c_void_p * max(1, len(values)))(*[ctypes.addressof(value) for value in values])
-        attributes, count = self._launch_attributes(pdl, cluster)
+        if pdl and self.early_functions is not None:
+            self.early_functions[function] = None
+        attributes, count = self._launch_attributes(pdl and function.may_start_early, cluster)
         config = _Config(_three(grid), _three(block), shared_bytes, self.stream, attributes, count)
         status = _library().cuLaunchKernelEx(ctypes.byref(config), function.handle, pointers, None)
         check(status, f"{function.name} on grid {grid}, block {block}, {shared_bytes} bytes")

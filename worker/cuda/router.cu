@@ -99,7 +99,7 @@ KERNEL __launch_bounds__(256)
   if (expert < n_experts) {
     const float* x = source + (u64)token * width;
     float sum = 0.0f;
-#pragma unroll 4
+#pragma unroll 8
     for (int column = 4 * lane; column < width; column += 128) {
       const float4 a = matrix_four(matrix, (u64)expert * width + column), b = *(const float4*)(x + column);
       sum += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
@@ -112,13 +112,12 @@ KERNEL __launch_bounds__(256)
   choose(choice, own_logits, gate, token);
 }
 
-constexpr int kTile = 64, kDepth = 16;
+constexpr int kTile = 32, kDepth = 32, kSlices = 4;  // a slice of 64 threads takes its part of each step's columns
 
-// Rows first..first+64 and kDepth columns from `column` of a matrix into shared memory, transposed; 0 outside.
+// Rows first..first + kTile and kDepth columns from `column` of a matrix into shared memory, transposed; 0 outside.
 template <bool IsMatrix>
-INLINE void load_tile(float (&tile)[kDepth][kTile + 4], const void* base, int first, int n_rows,
-                                          int column, int width) {
-  const int row = threadIdx.x / 4, in_row = threadIdx.x % 4 * 4;
+INLINE void load_tile(float (&tile)[kDepth][kTile + 4], const void* base, int first, int n_rows, int column, int width) {
+  const int row = threadIdx.x / 8, in_row = threadIdx.x % 8 * 4;
   float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (first + row < n_rows && column + in_row < width) {
     const u64 at = (u64)(first + row) * width + column + in_row;
@@ -130,36 +129,43 @@ INLINE void load_tile(float (&tile)[kDepth][kTile + 4], const void* base, int fi
   tile[in_row + 3][row] = v.w;
 }
 
-// logits f32 [n_tokens, n_experts]; grid: blocks of 64 experts, blocks of 64 tokens; a thread makes 4 x 4 of them
-KERNEL __launch_bounds__(256)
+// logits f32 [n_tokens, n_experts]; grid: blocks of kTile experts, blocks of kTile tokens; a thread makes 4 x 4 of them
+KERNEL __launch_bounds__(64 * kSlices)
     router_logits(const float* source, const void* matrix, int width, int n_tokens, int n_experts, float* logits) {
   __shared__ float tokens[kDepth][kTile + 4], experts[kDepth][kTile + 4];
+  __shared__ float slices[kSlices][kTile * kTile];
   start_after_previous();
   const int first_expert = blockIdx.x * kTile, first_token = blockIdx.y * kTile;
-  const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
+  const int slice = threadIdx.x / 64, row = threadIdx.x % 64 / 8 * 4, column = threadIdx.x % 8 * 4;
   float sums[4][4] = {};
   for (int k = 0; k < width; k += kDepth) {
     load_tile<false>(tokens, source, first_token, n_tokens, k, width);
     load_tile<true>(experts, matrix, first_expert, n_experts, k, width);
     __syncthreads();
 #pragma unroll
-    for (int depth = 0; depth < kDepth; ++depth) {
+    for (int i = 0; i < kDepth / kSlices; ++i) {
+      const int depth = i * kSlices + slice;
       const float4 a = *(const float4*)&tokens[depth][row], b = *(const float4*)&experts[depth][column];
       const float xs[4] = {a.x, a.y, a.z, a.w}, ws[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+      for (int r = 0; r < 4; ++r)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sums[i][j] = fmaf(xs[i], ws[j], sums[i][j]);
+        for (int c = 0; c < 4; ++c) sums[r][c] = fmaf(xs[r], ws[c], sums[r][c]);
     }
     __syncthreads();
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
+  for (int r = 0; r < 4; ++r)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int token = first_token + row + i, expert = first_expert + column + j;
-      if (token < n_tokens && expert < n_experts) logits[(u64)token * n_experts + expert] = sums[i][j];
-    }
+    for (int c = 0; c < 4; ++c) slices[slice][(row + r) * kTile + column + c] = sums[r][c];
+  __syncthreads();
+  for (int index = threadIdx.x; index < kTile * kTile; index += 64 * kSlices) {
+    const int token = first_token + index / kTile, expert = first_expert + index % kTile;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSlices; ++i) sum += slices[i][index];
+    if (token < n_tokens && expert < n_experts) logits[(u64)token * n_experts + expert] = sum;
+  }
 }
 
 // grid: tokens

@@ -82,7 +82,7 @@ def route(
         launcher.launch(function, grid, 256, 0, (*shape, logits, counters, *gate), pdl)
         return
     function = launcher.function(_SOURCE, "router_logits", defines)
-    grid = (-(-router.n_experts // 64), -(-n_tokens // 64))
+    grid = (-(-router.n_experts // 32), -(-n_tokens // 32))
     args = (*shape, c_int(n_tokens), c_int(router.n_experts), logits)
     launcher.launch(function, grid, 256, 0, args, pdl)
     function = launcher.function(_SOURCE, "choose_experts", defines)

@@ -151,10 +151,10 @@ INLINE int draw_from_candidates(Shared& shared, const Row& row, const Sampler& s
 // The filters as a lowest (key, id), however many tokens are kept: found by bisection. The slow way, for wide choices.
 INLINE u64 lowest_kept(Shared& shared, const Row& row, const Sampler& s) {
   u64 lowest = 0;
-  if (s.top_k > 0 && s.top_k < row.n) lowest = lowest_of_count(shared, row, s.top_k);
+  if (s.top_k > 0 && s.top_k < row.n) lowest = lowest_of_amount(shared, row, 1.0f, false, 0, s.top_k);
   if (s.top_p < 1.0f) {
     const double mass = row_mass(shared, row, s.temperature, lowest);
-    lowest = lowest_of_mass(shared, row, s.temperature, lowest, mass * s.top_p);
+    lowest = lowest_of_amount(shared, row, s.temperature, true, lowest, mass * s.top_p);
   }
   return lowest;
 }
@@ -181,7 +181,7 @@ INLINE void report(Shared& shared, const Row& raw, const Sampler& s, Sampled& ou
   const int wanted = min(min(s.n_top, kMaxTop), raw.n);
   int n = take_largest(shared, raw, wanted);
   if (n < 0) {  // thousands of equal logits
-    const u64 lowest = lowest_of_count(shared, raw, wanted);
+    const u64 lowest = lowest_of_amount(shared, raw, 1.0f, false, 0, wanted);
     n = take_at_least(shared, raw, lowest, wanted);
   }
   if (threadIdx.x == 0) out.n_top = n;

@@ -9,6 +9,7 @@ constexpr int kGreedyChunk = 8192;
 constexpr int kMaxTop = 20;
 constexpr int kCandidates = 512;  // most that are sorted
 constexpr int kRoom = 2048;       // that can be collected before sorting
+constexpr int kBins = 128;
 
 struct Shared {
   u64 candidates[kRoom];  // packed keys
@@ -16,6 +17,7 @@ struct Shared {
   double parts[32];
   u64 packed_parts[32];
   u32 maxima[kThreads];
+  u32 bins[kBins];
   int count;
   int token;
 };
@@ -111,14 +113,15 @@ INLINE void sort_descending(T* values, int n) {  // n: a power of two; bitonic
   __syncthreads();
 }
 
-// Collects the tokens from `lowest` up, sorts them and keeps the k best. Returns how many, or -1 when there is no room.
-INLINE int take_at_least(Shared& shared, const Row& row, u64 lowest, int k) {
+// Collects and sorts the tokens with first <= packed key <= last. Returns how many, or -1 when there is no room.
+INLINE int take_between(Shared& shared, const Row& row, u64 first, u64 last) {
   __syncthreads();
   if (threadIdx.x == 0) shared.count = 0;
   __syncthreads();
+#pragma unroll 4
   for (int id = threadIdx.x; id < row.n; id += kThreads) {
     const u64 packed = packed_key(row.logits[id], id);
-    if (packed < lowest) continue;
+    if (packed < first || packed > last) continue;
     const int at = atomicAdd(&shared.count, 1);
     if (at < kRoom) shared.candidates[at] = packed;
   }
@@ -129,7 +132,12 @@ INLINE int take_at_least(Shared& shared, const Row& row, u64 lowest, int k) {
   while (size < count) size *= 2;
   for (int i = count + threadIdx.x; i < size; i += kThreads) shared.candidates[i] = 0;
   sort_descending(shared.candidates, size);
-  return min(k, count);
+  return count;
+}
+
+// The k best of the tokens from `lowest` up, sorted. Returns how many, or -1 when there is no room for all of them.
+INLINE int take_at_least(Shared& shared, const Row& row, u64 lowest, int k) {
+  return min(k, take_between(shared, row, lowest, ~0ull));
 }
 
 // The k (at most kCandidates) largest, sorted. The k-th largest of the threads' maxima can not exceed the k-th largest
@@ -153,75 +161,161 @@ INLINE void weigh(Shared& shared, int n, float largest, float temperature) {
   __syncthreads();
 }
 
-// The k-th largest packed key, by bisection.
-INLINE u64 lowest_of_count(Shared& shared, const Row& row, int k) {
-  u64 low = 0, high = ~0ull;  // at least k reach low; fewer than k reach high
-  while (high - low > 1) {
-    const u64 middle = low + (high - low) / 2;
-    int count = 0;
-    for (int id = threadIdx.x; id < row.n; id += kThreads) count += packed_key(row.logits[id], id) >= middle;
-    if (sum_of_block(shared, count) >= k) low = middle;
-    else high = middle;
-  }
-  return low;
+// ---- wide choices: a lowest packed key instead of a sorted list ----
+
+// What the tokens from `lowest` up amount to: their number, or their mass.
+INLINE double amount_from(Shared& shared, const Row& row, float temperature, bool by_mass, u64 lowest) {
+  if (by_mass) return row_mass(shared, row, temperature, lowest);
+  int count = 0;
+#pragma unroll 4
+  for (int id = threadIdx.x; id < row.n; id += kThreads) count += packed_key(row.logits[id], id) >= lowest;
+  return sum_of_block(shared, count);
 }
 
-// The largest packed key, not below `floor`, from which on the tokens have the mass `wanted`.
-INLINE u64 lowest_of_mass(Shared& shared, const Row& row, float temperature, u64 floor,
-                                              double wanted) {
+// Distances from the largest logit, cut into kBins bins of equal width; the last one also takes what is farther.
+struct Scale {
+  float near, far;
+
+  INLINE int bin(float distance) const {
+    const float at = (distance - near) * ((float)kBins / (far - near));
+    return max(0, min((int)fminf(at, (float)kBins), kBins - 1));
+  }
+  INLINE float edge(int bin) const { return near + (far - near) * ((float)bin / (float)kBins); }
+};
+
+constexpr float kUnit = 8192.0f;  // weights in a bin are kept in such parts of the weight at its near edge
+
+INLINE void fill_bins(Shared& shared, const Row& row, const Scale& scale, float inverse, bool by_mass, bool with_rest) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
+  __syncthreads();
+  for (int id = threadIdx.x; id < row.n; id += kThreads) {
+    const float distance = row.largest - row.logits[id];
+    if (distance < scale.near || (distance >= scale.far && !with_rest)) continue;
+    const int bin = scale.bin(distance);
+    const float part = by_mass ? expf(fminf((scale.edge(bin) - distance) * inverse, 0.0f)) * kUnit : 1.0f;
+    atomicAdd(shared.bins + bin, (u32)(part + 0.5f));
+  }
+  __syncthreads();
+}
+
+// A range of packed keys, first <= key <= last, that should hold the one from which on the tokens amount to `wanted`.
+struct Bracket {
+  u64 first, last;
+};
+
+INLINE Bracket guess_bracket(Shared& shared, const Row& row, float temperature, bool by_mass, double wanted) {
+  const float inverse = inverse_of(temperature);
+  Scale scale = {0.0f, by_mass ? 24.0f * temperature : 64.0f};
+  double above = 0.0;  // what lies nearer than the scale
+  for (int round = 0; round < 2; ++round) {
+    fill_bins(shared, row, scale, inverse, by_mass, round == 0);
+    if (threadIdx.x == 0) {
+      int bin = 0;
+      for (; bin < kBins - 1; ++bin) {
+        const double unit = by_mass ? exp(-(double)scale.edge(bin) * inverse) / kUnit : 1.0;
+        const double next = above + shared.bins[bin] * unit;
+        if (next >= wanted) break;
+        above = next;
+      }
+      shared.count = bin;
+      shared.parts[0] = above;
+    }
+    __syncthreads();
+    above = shared.parts[0];
+    const int bin = shared.count;
+    if (round == 0) scale = {scale.edge(bin), scale.edge(bin + 1)};
+    else scale = {scale.edge(bin - 1), scale.edge(bin + 2)};  // sums here are about right: one bin more on either side
+  }
+  const u64 top = packed_key(row.largest, row.first_largest);
+  if (!(scale.near > 0.0f)) return {(u64)key_of_value(row.largest - scale.far) << 32, top};
+  return {(u64)key_of_value(row.largest - scale.far) << 32, (u64)key_of_value(row.largest - scale.near) << 32 | 0xffffffffu};
+}
+
+// The answer among the tokens of a bracket, sorted; 0 when it is not there or they are too many.
+INLINE u64 search_bracket(Shared& shared, const Row& row, float temperature, bool by_mass, double wanted,
+                          const Bracket& bracket) {
+  const double above = amount_from(shared, row, temperature, by_mass, bracket.last + 1);
+  const int n = take_between(shared, row, bracket.first, bracket.last);
+  if (n <= 0) return 0;
+  if (threadIdx.x == 0) {
+    double sum = above;
+    int i = 0;
+    for (; i < n && sum < wanted; ++i) {
+      const float logit = value_of_key((u32)(shared.candidates[i] >> 32));
+      sum += by_mass ? weight_of(row, logit, inverse_of(temperature)) : 1.0f;
+    }
+    shared.packed_parts[0] = above < wanted && sum >= wanted ? shared.candidates[i - 1] : 0;
+  }
+  __syncthreads();
+  return shared.packed_parts[0];
+}
+
+// The largest packed key from which on the tokens that are at least `floor` amount to `wanted`: a number of tokens, or a
+// mass. Two rounds of bins and a short sorted list as a rule; where thousands of logits are equal, bisection.
+INLINE u64 lowest_of_amount(Shared& shared, const Row& row, float temperature, bool by_mass, u64 floor, double wanted) {
+  const Bracket bracket = guess_bracket(shared, row, temperature, by_mass, wanted);
+  const u64 found = search_bracket(shared, row, temperature, by_mass, wanted, bracket);
+  if (found) return max_of(found, floor);
   u64 low = floor, high = packed_key(row.largest, row.first_largest) + 1;
   while (high - low > 1) {
     const u64 middle = low + (high - low) / 2;
-    if (row_mass(shared, row, temperature, middle) >= wanted) low = middle;
+    if (amount_from(shared, row, temperature, by_mass, middle) >= wanted) low = middle;
     else high = middle;
   }
   return low;
 }
 
-// Draws among the tokens from `lowest` up, in the order of their ids. Each warp sums a segment; the warp's segment
-// that holds the drawn point is then walked over in steps of 32.
+// Where in a row a drawn point lies: a range of ids, and how much of its mass is in front of the point.
+struct Place {
+  int first, end;
+  double left;
+};
+
+// The part of `place`, of 32 parts of equal length, that the point lies in: one warp sums one part. `left` < 0 in the
+// first call stands for -u: the point is then u times the mass of all.
+template <class Weight>
+INLINE Place narrow(Shared& shared, const Place& place, const Weight& weight) {
+  const int warp = threadIdx.x / 32, length = (place.end - place.first + 31) / 32;
+  const int first = min(place.end, place.first + warp * length), end = min(place.end, first + length);
+  float own = 0.0f;
+  for (int id = first + threadIdx.x % 32; id < end; id += 32) own += weight(id);
+  double part = own;
+#pragma unroll
+  for (int offset = 16; offset; offset >>= 1) part += __shfl_xor_sync(FULL_WARP, part, offset);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared.parts[warp] = part;
+  __syncthreads();
+  double left = place.left;
+  if (left < 0.0) {
+    double sum = 0.0;
+    for (int i = 0; i < 32; ++i) sum += shared.parts[i];
+    left = -left * sum;
+  }
+  int chosen = 0;
+  while (chosen < 31 && left >= shared.parts[chosen]) left -= shared.parts[chosen++];
+  while (chosen > 0 && !(shared.parts[chosen] > 0.0)) --chosen;  // a rounding put the point behind the last possible one
+  const int begin = min(place.end, place.first + chosen * length);
+  return {begin, min(place.end, begin + length), left};
+}
+
+// Draws among the tokens from `lowest` up, in the order of their ids.
 INLINE int draw_from_row(Shared& shared, const Row& row, float temperature, u64 lowest, double u) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, length = (row.n + 31) / 32;
   const float inverse = inverse_of(temperature);
-  const auto weight = [&](int id, int end) {
-    if (id >= end) return 0.0f;
+  const auto weight = [&](int id) {
     const float logit = row.logits[id];
     return packed_key(logit, id) >= lowest ? weight_of(row, logit, inverse) : 0.0f;
   };
-  const int first = min(row.n, warp * length), end = min(row.n, first + length);
-  float own = 0.0f;
-  for (int id = first + lane; id < end; id += 32) own += weight(id, end);
-  double segment = own;
-#pragma unroll
-  for (int offset = 16; offset; offset >>= 1) segment += __shfl_xor_sync(FULL_WARP, segment, offset);
-  __syncthreads();
-  if (lane == 0) shared.parts[warp] = segment;
-  if (threadIdx.x == 0) shared.token = row.first_largest;
-  __syncthreads();
-  double left = 0.0;
-  for (int i = 0; i < 32; ++i) left += shared.parts[i];
-  left *= u;
-  int chosen = 0;
-  while (chosen < 31 && left >= shared.parts[chosen]) left -= shared.parts[chosen++];
-  if (warp == chosen) {
-    int last_possible = -1;
-    for (int base = first; base < end; base += 32) {
-      const float w = weight(base + lane, end);
-      double before = w;  // inclusive sum over the lanes
-#pragma unroll
-      for (int offset = 1; offset < 32; offset <<= 1) {
-        const double other = __shfl_up_sync(FULL_WARP, before, offset);
-        if (lane >= offset) before += other;
-      }
-      const u32 possible = __ballot_sync(FULL_WARP, w > 0.0f), beyond = __ballot_sync(FULL_WARP, w > 0.0f && before > left);
-      if (beyond) {
-        last_possible = base + __ffs((int)beyond) - 1;
-        break;
-      }
-      if (possible) last_possible = base + 31 - __clz((int)possible);
-      left -= __shfl_sync(FULL_WARP, before, 31);
+  Place place = narrow(shared, {0, row.n, u > 0.0 ? -u : 0.0}, weight);
+  place = narrow(shared, place, weight);
+  if (threadIdx.x == 0) {
+    int token = -1;
+    for (int id = place.first; id < place.end; ++id) {
+      const float w = weight(id);
+      if (w > 0.0f) token = id;
+      if ((place.left -= w) < 0.0) break;
     }
-    if (lane == 0 && last_possible >= 0) shared.token = last_possible;
+    shared.token = token >= 0 ? token : row.first_largest;
   }
   __syncthreads();
   return shared.token;

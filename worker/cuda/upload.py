@@ -125,7 +125,7 @@ class Uploader:
             slot, stream = self._device.host_buffer(PIECE_BYTES), self._device.new_stream()
             try:
                 while (piece := self._next_piece()) is not None:
-                    self._bring(piece, slot.array[: piece.size_bytes], slot.address, stream)
+                    self._bring(piece, slot.array[: piece.size_bytes].data, slot.address, stream)
             finally:
                 slot.close()
         except BaseException as error:

@@ -65,7 +65,7 @@ def _attention_variants() -> Iterator[Variant]:
                 cut = {**cache, "FUSED": fused}
                 yield "attention_decode.cu", {**cut, "HEADS": 2 - is_q8, "WARPS": 8}
                 yield "attention_decode_long.cu", {**cut, "HEADS": 8, "WARPS": 4, "STAGES": 2 - is_q8}
-            tile = {"TILE_ROWS": 64 if head_dim > 128 else 128, "STAGES": 2 - is_q8}
+            tile = {"TILE_ROWS": 64, "STAGES": 2 - is_q8}
             yield "attention_prefill.cu", {**cache, **tile}
 
 

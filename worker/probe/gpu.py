@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from ctypes import c_uint32, c_uint64
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -167,9 +168,9 @@ class _GpuProbe:
         target = self.device.allocate(largest)
         pageable = np.ones(PAGEABLE_BYTES, np.uint8)
         for size in COPY_BLOCKS:
-            copy_in = self._best(lambda size=size: self.device.copy_in(target, host.address, size), size)
+            copy_in = self._best(partial(self.device.copy_in, target, host.address, size), size)
             yield CopyRate("pinned in", size, copy_in)
-            copy_out = self._best(lambda size=size: self.device.copy_out(host.address, target, size), size)
+            copy_out = self._best(partial(self.device.copy_out, host.address, target, size), size)
             yield CopyRate("pinned out", size, copy_out)
         slow = self._best(
             lambda: self.device.copy_in(target, pageable.ctypes.data, PAGEABLE_BYTES), PAGEABLE_BYTES
@@ -186,9 +187,7 @@ class _GpuProbe:
             peer = CudaDevice(other)
             target = peer.allocate(size_bytes)
             self.device.bind()
-            rate = self._best(
-                lambda target=target: self.device.copy_within(target, source, size_bytes), size_bytes
-            )
+            rate = self._best(partial(self.device.copy_within, target, source, size_bytes), size_bytes)
             peer.bind()
             peer.release(target)
             self.device.bind()
@@ -233,7 +232,7 @@ class _GpuProbe:
     def _handover_s(self) -> float:
         function = self.launcher.function("handover.cu", "handover")
         host = self.device.host_buffer(256)
-        words = memoryview(host.array).cast("I")
+        words = host.array.data.cast("I")
         args = (host.address, host.address + 128, c_uint32(HANDOVERS))
         started_s = time.perf_counter()
         self.launcher.launch(function, 1, 1, 0, args)
@@ -251,5 +250,5 @@ class _GpuProbe:
     def _kernels(self) -> Iterator[GpuKernelRate]:
         for name in KERNEL_TYPES:
             say(f"gpu{self.device.ordinal}: kernels of {name}")
-            rate = self._attempt(name, lambda name=name: measure_kernel(self.device, self.launcher, name))
+            rate = self._attempt(name, partial(measure_kernel, self.device, self.launcher, name))
             yield rate or GpuKernelRate(name, None, None, self.missing[-1])

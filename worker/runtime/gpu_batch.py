@@ -67,7 +67,8 @@ class BatchWriter:
         return PreparedStep(shape, inputs, outputs, n_history, n_biases)
 
     def _write_prefill(self, batch: StepBatch, sampling: SamplingBuffers | None) -> PreparedStep:
-        inputs, outputs = self._prefill, []
+        inputs = self._prefill
+        outputs: list[Output] = []
         first = np.zeros(len(batch.parts) + 1, np.int32)
         row = n_positions = 0
         for sequence, part in enumerate(batch.parts):

@@ -38,7 +38,8 @@ class ResidualBuffer:
 class SectionRunner(Protocol):
     """Runs one section; answers are those of the section with the head, None from the others."""
 
-    counters: Counters
+    @property
+    def counters(self) -> Counters: ...
 
     def run(
         self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag

@@ -1,0 +1,78 @@
+"""Start-up tuning of decode graphs: which kernels gain from starting before the kernel in front of them has ended.
+
+Early blocks fetch their weights while they wait, but they also take room from kernels that have more to do; which of
+the two counts is a matter of shapes and cards. Results are the same either way, so each kernel's edge is tried both ways on
+the model's own graph and the faster one is kept. Also says where a token's time goes, for the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from worker.cuda.device import Device
+from worker.cuda.driver import Launcher
+from worker.cuda.lowering import Launch
+from worker.cuda.values import StepShape
+
+logger = logging.getLogger(__name__)
+LAUNCHES = 4  # of a graph between two waits
+REPEATS = 4
+NOISE_RATIO = 0.997  # a change has to gain more than this
+
+
+def graph_s(device: Device, enqueue: Callable[[], None], repeats: int = REPEATS) -> float:
+    """Seconds of one launch of `enqueue` as a graph; it must have run once before."""
+    graph = device.capture(enqueue)
+    times = []
+    for _ in range(repeats + 1):
+        device.synchronize()
+        started = time.perf_counter()
+        for _ in range(LAUNCHES):
+            graph.launch()
+        device.synchronize()
+        times.append((time.perf_counter() - started) / LAUNCHES)
+    return min(times[1:])
+
+
+def tune_edges(device: Device, launcher: Launcher, enqueue: Callable[[], None]) -> float:
+    """Set `may_start_early` of the kernels that `enqueue` launches; returns the seconds of the tuned graph."""
+    launcher.early_functions = {}
+    enqueue()
+    device.synchronize()
+    functions, launcher.early_functions = list(launcher.early_functions), None
+    best = before = graph_s(device, enqueue)
+    for function in functions:
+        function.may_start_early = False
+        seconds = graph_s(device, enqueue)
+        if seconds < NOISE_RATIO * best:
+            best = seconds
+        else:
+            function.may_start_early = True
+    late = [function.name for function in functions if not function.may_start_early]
+    logger.info(
+        "decode graph %.0f us, %.0f us before tuning; of %d kernels these wait: %s",
+        *(best * 1e6, before * 1e6, len(functions), ", ".join(late) or "none"),
+    )
+    return best
+
+
+def log_breakdown(
+    device: Device, launches: tuple[Launch, ...], shape: StepShape, token_s: float, weight_bytes: int
+) -> None:
+    """Time of each kind of op, each alone in a graph: the sum exceeds the whole, where they overlap."""
+    parts = []
+    for kind, count in Counter(launch.kind for launch in launches).items():
+        alone = [launch for launch in launches if launch.kind == kind]
+
+        def enqueue(alone: list[Launch] = alone) -> None:
+            for launch in alone:
+                launch.enqueue(shape)
+
+        parts.append(f"{kind.name.lower()} x{count} {graph_s(device, enqueue, 2) * 1e6:.0f}")
+    logger.info(
+        "a decoded token reads %.1f MiB of weights in %.0f us, %.0f GB/s; us of each kind of op alone: %s",
+        *(weight_bytes / 2**20, token_s * 1e6, weight_bytes / token_s / 1e9, ", ".join(parts)),
+    )
