@@ -1,0 +1,136 @@
+// Runs a CUDA kernel on the CPU: every thread of a block is a fiber, blocks run one after the other. Barriers and
+// shuffles are rendezvous of the fibers that still live. Slow and plain: for the logic of kernels, not their speed.
+#pragma once
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+struct Extent {
+  unsigned x, y, z;
+};
+inline Extent threadIdx, blockIdx, blockDim, gridDim;
+inline unsigned char* emulated_shared;
+
+namespace simt {
+constexpr size_t STACK_BYTES = 128 * 1024;
+
+struct Rendezvous {
+  int alive = 0, arrived = 0;
+  uint64_t generation = 0;
+  void release_if_complete() {
+    if (arrived == alive) arrived = 0, generation++;
+  }
+};
+struct Warp {
+  Rendezvous barrier;
+  uint64_t slots[32][8];
+};
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<unsigned char[]> stack{new unsigned char[STACK_BYTES]};
+  Extent index;
+  bool done = false;
+};
+
+inline std::vector<Fiber> fibers;
+inline std::vector<Warp> warps;
+inline Rendezvous block_barrier;
+inline ucontext_t scheduler;
+inline unsigned current;
+inline std::function<void()> body;
+
+inline void yield() {
+  swapcontext(&fibers[current].context, &scheduler);
+  threadIdx = fibers[current].index;
+}
+inline void meet(Rendezvous& barrier) {
+  uint64_t generation = barrier.generation;
+  barrier.arrived++;
+  barrier.release_if_complete();
+  while (barrier.generation == generation) yield();
+}
+inline Warp& warp() { return warps[current / 32]; }
+inline unsigned lane() { return current % 32; }
+
+inline void entry() {
+  body();
+  fibers[current].done = true;
+  for (Rendezvous* barrier : {&warp().barrier, &block_barrier}) {
+    barrier->alive--;
+    if (barrier->alive) barrier->release_if_complete();
+  }
+  swapcontext(&fibers[current].context, &scheduler);
+}
+
+inline void run_block() {
+  unsigned n = blockDim.x * blockDim.y * blockDim.z;
+  if (fibers.size() < n) fibers.resize(n);
+  warps.assign((n + 31) / 32, Warp());
+  block_barrier = Rendezvous();
+  block_barrier.alive = (int)n;
+  for (unsigned i = 0; i < n; i++) {
+    Fiber& fiber = fibers[i];
+    fiber.done = false;
+    fiber.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
+    warps[i / 32].barrier.alive++;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = STACK_BYTES;
+    fiber.context.uc_link = &scheduler;
+    makecontext(&fiber.context, entry, 0);
+  }
+  for (bool any = true; any;) {
+    any = false;
+    for (current = 0; current < n; current++) {
+      if (fibers[current].done) continue;
+      any = true;
+      threadIdx = fibers[current].index;
+      swapcontext(&scheduler, &fibers[current].context);
+    }
+  }
+}
+
+inline void run_grid(Extent grid, Extent block, size_t shared_bytes, std::function<void()> kernel) {
+  std::vector<unsigned char> memory(shared_bytes + 128);
+  emulated_shared = (unsigned char*)(((uintptr_t)memory.data() + 127) & ~(uintptr_t)127);
+  gridDim = grid, blockDim = block, body = std::move(kernel);
+  for (unsigned z = 0; z < grid.z; z++)
+    for (unsigned y = 0; y < grid.y; y++)
+      for (unsigned x = 0; x < grid.x; x++) {
+        blockIdx = {x, y, z};
+        std::memset(emulated_shared, 0xAB, shared_bytes);
+        run_block();
+      }
+}
+
+template <class... Args, size_t... I>
+void call(void (*kernel)(Args...), void** args, std::index_sequence<I...>) {
+  kernel(*(std::remove_const_t<Args>*)args[I]...);
+}
+template <class... Args>
+void launch(void (*kernel)(Args...), const unsigned* grid, const unsigned* block, size_t shared_bytes, void** args) {
+  run_grid({grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared_bytes,
+           [&] { call(kernel, args, std::index_sequence_for<Args...>()); });
+}
+
+// Every lane gives a value and sees those of all lanes.
+template <class T, class Read>
+auto exchange(T value, Read read) {
+  static_assert(sizeof(T) <= sizeof(Warp::slots[0]));
+  Warp& w = warp();
+  std::memcpy(w.slots[lane()], &value, sizeof(T));
+  meet(w.barrier);
+  auto result = read([&](unsigned source) {
+    T out;
+    std::memcpy(&out, w.slots[source % 32], sizeof(T));
+    return out;
+  });
+  meet(w.barrier);
+  return result;
+}
+}  // namespace simt

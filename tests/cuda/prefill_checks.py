@@ -1,0 +1,91 @@
+"""What products of many tokens must satisfy, on any device: tensor-core kernel, cuBLAS path, grouped experts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.cuda.devices import Device
+from tests.cuda.matmul_checks import activations, assert_near, make_matrix
+from worker.cuda.linear import linear, linear_workspace_bytes, moe, moe_workspace_bytes
+from worker.cuda.matmul import Activations, Epilogue, Part
+from worker.cuda.matmul_moe import Chosen, Experts
+from worker.cuda.prefill import Blas, multiply_in_kernel, to_halves
+from worker.ops.reference import activate, choose_experts
+
+# Halves of weights and of activations are off by 2^-11 each, of gate times up once more; sums are f32.
+HALVES_LIMIT = 1e-3
+
+
+def check_tensor_cores(device: Device, name: str, n_tokens: int, rows: int, cols: int) -> None:
+    """mma.cu by itself, with a bias and accumulation."""
+    rng = np.random.default_rng(rows + n_tokens)
+    matrix, w = make_matrix(device, rng, name, rows, cols)
+    x = activations(rng, n_tokens, cols)
+    halves = device.put(np.full((n_tokens, cols), np.nan, np.float16))
+    to_halves(device.launcher, device.put(x), halves, x.size)
+    np.testing.assert_array_equal(device.get(halves), x.astype(np.float16))
+    bias = rng.standard_normal(rows).astype(np.float32)
+    start = rng.standard_normal((n_tokens, rows + 1)).astype(np.float32)
+    part = Part(matrix, device.put(start), rows + 1, device.put(bias))
+    multiply_in_kernel(device.launcher, part, halves, n_tokens, Epilogue(accumulate=True, scale=0.5))
+    y = device.get(part.output)
+    product = x.astype(np.float16).astype(np.float64) @ w[0].astype(np.float64).T
+    what = f"{name} T={n_tokens} rows={rows} cols={cols}"
+    assert_near(y[:, :rows], start[:, :rows] + 0.5 * product + bias, HALVES_LIMIT, what)
+    assert (y[:, rows] == start[:, rows]).all(), "written past the rows"
+
+
+def check_linear(
+    device: Device, blas: Blas | None, names: tuple[str, ...], n_tokens: int, cols: int, rows: int = 136
+) -> None:
+    """The dispatch for any number of tokens; f32 activations only."""
+    rng = np.random.default_rng(n_tokens)
+    made = [make_matrix(device, rng, name, rows + 8 * i, cols) for i, name in enumerate(names)]
+    x = activations(rng, n_tokens, cols)
+    biases = [rng.standard_normal(matrix.rows).astype(np.float32) for matrix, _ in made]
+    parts = [
+        Part(matrix, device.put(np.zeros((n_tokens, matrix.rows), np.float32)), matrix.rows, device.put(bias))
+        for (matrix, _), bias in zip(made, biases, strict=True)
+    ]
+    workspace = device.put(np.zeros(max(1, linear_workspace_bytes(parts, n_tokens)), np.uint8))
+    source = Activations(device.put(x))
+    linear(device.launcher, parts, source, n_tokens, blas=blas, workspace=workspace)
+    for part, bias, (matrix, w) in zip(parts, biases, made, strict=True):
+        expected = x.astype(np.float64) @ w[0].astype(np.float64).T + bias
+        limit = HALVES_LIMIT if n_tokens > 16 else 2e-2  # 8-bit activations with outliers
+        assert_near(device.get(part.output), expected, limit, f"{matrix.type_id} T={n_tokens}")
+
+
+def check_grouped(
+    device: Device,
+    names: tuple[str, str, str],
+    n_tokens: int,
+    shape: tuple[int, int, int, int],
+    activation: int = 0,
+) -> None:
+    """gate, up and down types; shape = n_embd, n_ff, experts, used; one expert gets most of the tokens."""
+    n_embd, n_ff, n_experts, n_used = shape
+    rng = np.random.default_rng(n_embd + n_tokens)
+    made = [
+        make_matrix(device, rng, name, rows, cols, n_experts)
+        for name, rows, cols in zip(names, (n_ff, n_ff, n_embd), (n_embd, n_embd, n_ff), strict=True)
+    ]
+    experts = Experts(made[0][0], made[1][0], made[2][0], n_used, activation)
+    gate, up, down = (values for _, values in made)
+    x = activations(rng, n_tokens, n_embd)
+    logits = rng.standard_normal((n_tokens, n_experts)).astype(np.float32)
+    logits[:, n_experts // 2] += 3
+    ids, weights = choose_experts(logits, None, n_used, 0, True, 1.0)
+    start = rng.standard_normal((n_tokens, n_embd)).astype(np.float32)
+    output = device.put(start)
+    choice = Chosen(device.put(np.ascontiguousarray(ids)), device.put(np.ascontiguousarray(weights)))
+    workspace = device.put(np.zeros(moe_workspace_bytes(experts, n_tokens), np.uint8))
+    source = Activations(device.put(x))
+    moe(device.launcher, experts, choice, source, n_tokens, output, workspace, accumulate=True)
+    expected = start.astype(np.float64)
+    for expert in range(n_experts):
+        tokens, slots = np.nonzero(ids == expert)
+        if len(tokens):
+            h = activate(x[tokens] @ gate[expert].T, activation) * (x[tokens] @ up[expert].T)
+            np.add.at(expected, tokens, weights[tokens, slots][:, None] * (h @ down[expert].T))
+    assert_near(device.get(output), expected, 2 * HALVES_LIMIT, f"{names} T={n_tokens} {shape}")

@@ -1,0 +1,221 @@
+"""Rope with the KV write, decode attention in both forms and prefill attention, against the numpy reference.
+
+Tolerances: f16 keys, values and (on tensor cores) queries and weights carry 2^-11 relative rounding each; results are
+weighted means of values of size one, so errors stay near 1e-3; CUDA cores keep queries and weights in f32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.cuda.cache import TestCache
+from tests.cuda.machine import Machine
+from worker.cuda import attention
+from worker.cuda.attention import DecodePlan, Heads, Rope, Scores
+from worker.cuda.ops import Outputs
+from worker.ops import reference
+
+ROPES = [
+    # heads, rope_dim, style, norms, q8
+    (Heads(4, 2, 64), 64, 1, False, False),
+    (Heads(3, 1, 80), 32, 0, False, False),
+    (Heads(4, 4, 96), 96, 0, True, True),
+    (Heads(8, 1, 128), 128, 1, True, False),
+    (Heads(5, 5, 128), 64, 1, True, True),
+    (Heads(4, 1, 256), 256, 1, True, True),
+]
+
+
+@pytest.mark.parametrize(("heads", "rope_dim", "style", "has_norms", "is_q8"), ROPES)
+def test_rope_store(
+    machine: Machine,
+    rng: np.random.Generator,
+    heads: Heads,
+    rope_dim: int,
+    style: int,
+    has_norms: bool,
+    is_q8: bool,
+) -> None:
+    lengths = [40, 9]
+    cache = TestCache(machine, rng, heads, lengths, is_q8=is_q8)
+    sequences = np.repeat(np.arange(2, dtype=np.int32), lengths)
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+    n = len(positions)
+    q = rng.standard_normal((n, heads.n_heads, heads.head_dim)).astype(np.float32)
+    k, v = (rng.standard_normal((n, heads.n_kv_heads, heads.head_dim)).astype(np.float32) for _ in range(2))
+    k[3, 0, 5] = 80.0
+    norms = [rng.standard_normal(heads.head_dim).astype(np.float32) for _ in range(2)]
+    frequencies = (10000.0 ** (-np.arange(rope_dim // 2) / (rope_dim // 2))).astype(np.float32)
+    put = machine.put
+    pointers = [put(norm) for norm in norms] if has_norms else [0, 0]
+    rope = Rope(*pointers, put(frequencies), rope_dim, style, 1e-6, 1.1)
+    query = put(q)
+    step = cache.step(positions, sequences)
+    attention.rope_store(machine.launcher, query, put(k), put(v), n, heads, rope, cache.kv, step)
+
+    if has_norms:
+        q, k = reference.rms_norm(q, norms[0], 1e-6), reference.rms_norm(k, norms[1], 1e-6)
+    q = reference.rotate(q, positions, frequencies, style, 1.1)
+    k = reference.rotate(k, positions, frequencies, style, 1.1)
+    np.testing.assert_allclose(machine.get(query), q, rtol=1e-5, atol=1e-5)
+    for index, expected in enumerate((k, v)):
+        stored = np.concatenate([cache.read(index, s) for s in range(2)])
+        if is_q8:
+            groups = np.abs(expected).reshape(n, heads.n_kv_heads, -1, 32).max(axis=-1) / 127
+            bound = np.repeat(0.5 * groups, 32, axis=-1) + np.abs(expected) * 1e-3 + 1e-6
+        else:
+            bound = np.abs(expected) * 2.0**-10 + 1e-5
+        assert (np.abs(stored - expected) <= bound).all()
+
+
+def test_rope_far_out(machine: Machine, rng: np.random.Generator) -> None:
+    """At position 120,001 the angle in f32 would be off by thousandths of a radian."""
+    heads = Heads(2, 1, 64)
+    cache = TestCache(machine, rng, heads, [32], is_q8=False)
+    cache.tables = np.zeros((1, 4000), np.int32)
+    cache.max_pages = 4000
+    positions = np.array([120_001, 77_777], np.int32)
+    q = rng.standard_normal((2, 2, 64)).astype(np.float32)
+    kv = [machine.put(np.ones((2, 1, 64), np.float32)) for _ in range(2)]
+    frequencies = (1e6 ** (-np.arange(32) / 32)).astype(np.float32)
+    query = machine.put(q)
+    rope = Rope(0, 0, machine.put(frequencies), 64, 1, 1e-6, 1.0)
+    step = cache.step(positions, np.zeros(2, np.int32))
+    attention.rope_store(machine.launcher, query, *kv, 2, heads, rope, cache.kv, step)
+    expected = reference.rotate(q, positions, frequencies, 1, 1.0)
+    np.testing.assert_allclose(machine.get(query), expected, atol=2e-6)
+
+
+def expected_row(
+    cache: TestCache, query: np.ndarray, position: int, sequence: int, scores: Scores
+) -> np.ndarray:
+    """query [heads, head_dim] -> [heads, head_dim]."""
+    keys, values = (cache.read(index, sequence)[: position + 1] for index in range(2))
+    visible = np.ones((1, position + 1), bool)
+    if scores.window:
+        visible[0, : max(0, position + 1 - scores.window)] = False
+    return reference.attend(query[None], keys, values, visible, scores.scale, scores.cap)[0]
+
+
+DECODES = [
+    # heads, is_q8, window, cap, lengths
+    (Heads(4, 2, 64), False, 0, 0.0, [1, 33, 200]),
+    (Heads(7, 1, 64), True, 0, 0.0, [65, 300]),
+    (Heads(2, 2, 80), False, 0, 0.0, [97, 2]),
+    (Heads(6, 2, 96), True, 40, 0.0, [31, 150]),
+    (Heads(8, 1, 128), False, 0, 0.0, [129, 64, 7]),
+    (Heads(16, 2, 128), True, 0, 0.0, [170]),
+    (Heads(20, 1, 128), False, 100, 30.0, [230, 90]),
+    (Heads(8, 4, 256), False, 64, 50.0, [140, 33]),
+    (Heads(4, 1, 256), True, 0, 0.0, [99]),
+]
+PLANS = [(False, 1), (False, 5), (True, 1), (True, 3)]  # tensor cores, splits
+
+
+@pytest.mark.parametrize(("tensor_cores", "splits"), PLANS)
+@pytest.mark.parametrize(("heads", "is_q8", "window", "cap", "lengths"), DECODES)
+def test_decode_attention(
+    machine: Machine,
+    rng: np.random.Generator,
+    heads: Heads,
+    is_q8: bool,
+    window: int,
+    cap: float,
+    lengths: list[int],
+    tensor_cores: bool,
+    splits: int,
+) -> None:
+    cache = TestCache(machine, rng, heads, lengths, is_q8=is_q8)
+    cache.fill(rng)
+    scores = Scores(2.0 / np.sqrt(heads.head_dim), cap, window)
+    n = len(lengths)
+    q = rng.standard_normal((n, heads.n_heads, heads.head_dim)).astype(np.float32)
+    positions = np.array(lengths, np.int32) - 1
+    plan = attention.plan_decode(machine.launcher, heads, n, 4096 if tensor_cores else 64)
+    plan = DecodePlan(tensor_cores, splits, plan.heads_per_block, plan.n_warps, plan.n_stages)
+    width = heads.n_heads * heads.head_dim
+    workspace = machine.empty(4 * 16384 + 4 * n * splits * heads.n_heads * (heads.head_dim + 2), np.uint8)
+    clear = np.full(4 * 16384 + 4 * n * splits * heads.n_heads * (heads.head_dim + 2), 0xFF, np.uint8)
+    clear[: 4 * 16384] = 0
+    workspace = machine.put(clear)
+    has_codes = heads.head_dim % 32 == 0
+    outputs = Outputs(
+        machine.empty((n, width)),
+        machine.empty((n, width), np.float16),
+        *(
+            (
+                machine.empty((n, width), np.int8),
+                machine.empty((n, width // 32)),
+                machine.empty((n, width // 32)),
+            )
+            if has_codes
+            else ()
+        ),
+    )
+    step = cache.step(positions, np.arange(n, dtype=np.int32))
+    for _ in range(2):  # the second launch finds the counters as the first left them
+        attention.decode_attention(
+            machine.launcher, machine.put(q), n, heads, cache.kv, step, scores, plan, workspace, outputs
+        )
+    got = machine.get(outputs.values).reshape(q.shape)
+    for row in range(n):
+        expected = expected_row(cache, q[row], int(positions[row]), row, scores)
+        tolerance = 4e-3 if tensor_cores else 2e-5
+        np.testing.assert_allclose(got[row], expected, atol=tolerance, rtol=tolerance)
+    if has_codes:
+        scales = machine.get(outputs.scales)
+        codes = machine.get(outputs.codes).reshape(n, -1, 32)
+        values = got.reshape(n, -1, 32)
+        assert (np.abs(codes * scales[..., None] - values) <= 0.5001 * scales[..., None]).all()
+
+
+PREFILLS = [
+    # heads, is_q8, window, cap, (prefix, tokens) of the sequences
+    (Heads(2, 1, 64), False, 0, 0.0, [(0, 150), (3, 5)]),
+    (Heads(1, 1, 80), False, 0, 0.0, [(100, 40)]),
+    (Heads(2, 2, 96), True, 50, 0.0, [(20, 140)]),
+    (Heads(2, 1, 128), False, 0, 0.0, [(0, 129), (64, 64), (200, 1)]),
+    (Heads(1, 1, 128), True, 0, 20.0, [(33, 130)]),
+    (Heads(2, 1, 256), False, 40, 50.0, [(10, 100)]),
+]
+
+
+@pytest.mark.parametrize(("heads", "is_q8", "window", "cap", "parts"), PREFILLS)
+def test_prefill_attention(
+    machine: Machine,
+    rng: np.random.Generator,
+    heads: Heads,
+    is_q8: bool,
+    window: int,
+    cap: float,
+    parts: list[tuple[int, int]],
+) -> None:
+    cache = TestCache(machine, rng, heads, [prefix + count for prefix, count in parts], is_q8=is_q8)
+    cache.fill(rng)
+    scores = Scores(2.0 / np.sqrt(heads.head_dim), cap, window)
+    positions = np.concatenate([np.arange(p, p + c, dtype=np.int32) for p, c in parts])
+    sequences = np.repeat(np.arange(len(parts), dtype=np.int32), [c for _, c in parts])
+    first = np.cumsum([0, *(c for _, c in parts)]).astype(np.int32)
+    n, width = len(positions), heads.n_heads * heads.head_dim
+    q = rng.standard_normal((n, heads.n_heads, heads.head_dim)).astype(np.float32)
+    tiles = attention.prefill_tiles(first, positions, attention.prefill_tile_rows(heads))
+    outputs = Outputs(machine.empty((n, width)), machine.empty((n, width), np.float16))
+    step = cache.step(positions, sequences)
+    attention.prefill_attention(
+        machine.launcher,
+        machine.put(q),
+        machine.put(tiles),
+        len(tiles),
+        heads,
+        cache.kv,
+        step,
+        scores,
+        outputs,
+    )
+    got = machine.get(outputs.values).reshape(q.shape)
+    for row in range(n):
+        expected = expected_row(cache, q[row], int(positions[row]), int(sequences[row]), scores)
+        np.testing.assert_allclose(got[row], expected, atol=5e-3, rtol=5e-3, err_msg=f"row {row}")
+    halves = machine.get(outputs.halves).reshape(q.shape)
+    np.testing.assert_array_equal(halves, got.astype(np.float16))

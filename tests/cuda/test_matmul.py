@@ -1,0 +1,59 @@
+"""The matrix kernels in the emulator: their indices and arithmetic, on a machine without a GPU.
+
+One small case per type and path; `test_matmul_gpu.py` has the sizes and numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda import matmul_checks as checks
+from tests.cuda import prefill_checks
+from tests.cuda.devices import EmulatedDevice, why_no_emulator
+
+pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator() or "-")
+
+
+@pytest.fixture(scope="module")
+def device() -> EmulatedDevice:
+    return EmulatedDevice()
+
+
+@pytest.mark.parametrize("name", checks.FLOAT_TYPES + checks.QUANT_TYPES)
+def test_matrix_vector(device: EmulatedDevice, name: str) -> None:
+    cols = 256 if name in checks.SUPER_BLOCK_TYPES else 288 if name in checks.QUANT_TYPES else 77
+    checks.check_gemv(device, name, 3, 19, cols)
+
+
+def test_parts_of_different_types(device: EmulatedDevice) -> None:
+    checks.check_parts(device, ("Q4_K", "Q6_K", "F16"), 2, 256)
+
+
+@pytest.mark.parametrize(("name", "cols"), [("Q4_0", 96), ("F32", 96)])
+def test_norm_in_the_kernel(device: EmulatedDevice, name: str, cols: int) -> None:
+    checks.check_prologue(device, name, 2, cols, with_norm=True)
+
+
+@pytest.mark.parametrize(("n_tokens", "in_kernel"), [(1, True), (3, False)])
+def test_mixture(device: EmulatedDevice, n_tokens: int, in_kernel: bool) -> None:
+    checks.check_moe(
+        device, ("Q4_0", "Q4_0", "Q8_0"), n_tokens, (96, 64, 8, 3), in_kernel=in_kernel, sigmoid=in_kernel
+    )
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_tensor_cores(device: EmulatedDevice, name: str) -> None:
+    prefill_checks.check_tensor_cores(device, name, 17, 140, 160)
+
+
+@pytest.mark.parametrize("name", checks.SUPER_BLOCK_TYPES)
+def test_tensor_cores_on_k_quants(device: EmulatedDevice, name: str) -> None:
+    prefill_checks.check_tensor_cores(device, name, 5, 130, 256)
+
+
+def test_more_tokens_than_a_launch_takes(device: EmulatedDevice) -> None:
+    prefill_checks.check_linear(device, None, ("Q4_0", "Q8_0"), 11, 64, rows=24)
+
+
+def test_grouped_experts(device: EmulatedDevice) -> None:
+    prefill_checks.check_grouped(device, ("Q4_0", "Q4_0", "Q8_0"), 40, (96, 96, 4, 2))

@@ -1,0 +1,97 @@
+"""The matrix kernels on a GPU: every type, one to eight tokens, odd shapes, outliers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda import matmul_checks as checks
+from tests.cuda import prefill_checks
+from tests.cuda.devices import GpuDevice, why_no_gpu
+from worker.cuda.blas import CuBlas
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu() or "-")]
+
+
+@pytest.fixture(scope="module")
+def device() -> GpuDevice:
+    return GpuDevice()
+
+
+@pytest.fixture(scope="module")
+def blas(device: GpuDevice) -> CuBlas:
+    return CuBlas(device.stream.ptr)
+
+
+def _cols(name: str, n: int) -> int:
+    """About n columns, as the type allows; odd for float types."""
+    if name in checks.FLOAT_TYPES:
+        return n | 1
+    step = 256 if name in checks.SUPER_BLOCK_TYPES else 32
+    return max(1, n // step) * step
+
+
+@pytest.mark.parametrize("name", checks.FLOAT_TYPES + checks.QUANT_TYPES)
+@pytest.mark.parametrize(("rows", "n_cols"), [(1, 32), (37, 544), (640, 2048)])
+def test_matrix_vector(device: GpuDevice, name: str, rows: int, n_cols: int) -> None:
+    for n_tokens in (1, 2, 3, 5, 8) if rows == 37 else (1, 4):
+        checks.check_gemv(device, name, n_tokens, rows, _cols(name, n_cols))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize(("rows", "cols"), [(4096, 14336), (32000, 2048)])
+def test_large_matrices(device: GpuDevice, name: str, rows: int, cols: int) -> None:
+    checks.check_gemv(device, name, 1, rows, cols)
+    checks.check_gemv(device, name, 8, rows, cols)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 8])
+@pytest.mark.parametrize("names", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q5_0", "Q8_0"), ("F16", "Q2_K")])
+def test_parts_of_different_types(device: GpuDevice, names: tuple[str, ...], n_tokens: int) -> None:
+    checks.check_parts(device, names, n_tokens, 512)
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_norm_in_the_kernel(device: GpuDevice, name: str, with_norm: bool) -> None:
+    for n_tokens in (1, 3):
+        checks.check_prologue(device, name, n_tokens, 2048, with_norm)
+
+
+@pytest.mark.parametrize("down", ["Q4_K", "Q6_K", "Q8_0", "Q5_0"])
+@pytest.mark.parametrize(("n_tokens", "in_kernel"), [(1, True), (1, False), (4, False), (8, False)])
+def test_mixture(device: GpuDevice, down: str, n_tokens: int, in_kernel: bool) -> None:
+    shape = (512, 256, 128, 8)
+    checks.check_moe(device, ("Q4_K", "Q4_K", down), n_tokens, shape, in_kernel=in_kernel)
+    checks.check_moe(
+        device, ("Q4_0", "Q5_0", down), n_tokens, shape, in_kernel=in_kernel, activation=1, sigmoid=in_kernel
+    )
+
+
+@pytest.mark.parametrize("name", checks.FLOAT_TYPES + checks.QUANT_TYPES)
+@pytest.mark.parametrize(("rows", "cols"), [(37, 256), (520, 2048)])
+def test_tensor_cores(device: GpuDevice, name: str, rows: int, cols: int) -> None:
+    for n_tokens in (1, 17, 33, 200):
+        prefill_checks.check_tensor_cores(device, name, n_tokens, rows, cols)
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "Q4_0", "Q5_1", "Q8_0"])
+def test_tensor_cores_on_odd_widths(device: GpuDevice, name: str) -> None:
+    prefill_checks.check_tensor_cores(device, name, 50, 130, 288)
+
+
+@pytest.mark.parametrize("n_tokens", [9, 16, 17, 63, 64, 300])
+def test_dispatch(device: GpuDevice, blas: CuBlas, n_tokens: int) -> None:
+    for names in (("Q4_K", "Q4_K", "Q6_K"), ("F16", "Q8_0", "F32"), ("Q5_K",)):
+        prefill_checks.check_linear(device, blas, names, n_tokens, 512)
+
+
+@pytest.mark.parametrize("name", checks.QUANT_TYPES + checks.FLOAT_TYPES)
+def test_blas(device: GpuDevice, blas: CuBlas, name: str) -> None:
+    prefill_checks.check_linear(device, blas, (name,), 130, 256)
+
+
+@pytest.mark.parametrize("down", ["Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("n_tokens", [9, 100, 700])
+def test_grouped_experts(device: GpuDevice, down: str, n_tokens: int) -> None:
+    prefill_checks.check_grouped(device, ("Q4_K", "Q4_K", down), n_tokens, (512, 256, 32, 4))
+    prefill_checks.check_grouped(device, ("Q4_0", "Q5_0", down), n_tokens, (256, 256, 16, 2), activation=1)

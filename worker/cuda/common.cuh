@@ -1,0 +1,252 @@
+// What every kernel needs and CUDA's headers would otherwise bring: short types, half conversions, sums over warps
+// and blocks, dependent launch, bulk copies into shared memory, tensor-core products. All assembly is in this file:
+// tests/cuda/emulation has its twin in plain C++, with which the other sources run on a CPU.
+#pragma once
+typedef signed char i8;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define INLINE __device__ __forceinline__
+#define KERNEL extern "C" __global__ void
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
+#define FULL_WARP 0xffffffffu
+#define HAS_HOPPER (__CUDA_ARCH__ >= 900)
+#define HAS_AMPERE (__CUDA_ARCH__ >= 800)
+
+INLINE u32 lane_id() { return threadIdx.x & 31; }
+INLINE u32 warp_id() { return threadIdx.x >> 5; }
+
+// ---- 16-bit floats as bit patterns ----
+INLINE float half_to_float(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+INLINE u16 float_to_half(float value) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+INLINE float bf16_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
+// two halves in one word, `low` in the lower 16 bits
+INLINE u32 pack_half2(float low, float high) { return (u32)float_to_half(low) | ((u32)float_to_half(high) << 16); }
+INLINE float low_half(u32 pair) { return half_to_float((u16)(pair & 0xffff)); }
+INLINE float high_half(u32 pair) { return half_to_float((u16)(pair >> 16)); }
+INLINE u32 half2_sub(u32 a, u32 b) {
+  u32 result;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+INLINE u32 half2_mul(u32 a, u32 b) {
+  u32 result;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+INLINE u32 half2_fma(u32 a, u32 b, u32 c) {
+  u32 result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
+// ---- loads ----
+// 16 bytes that are read once: they do not displace what L1 holds
+INLINE uint4 load_once(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+INLINE uint4 load_shared16(const void* address) { return *(const uint4*)address; }
+// past L1: data that another kernel may be writing until griddepcontrol.wait
+INLINE float load_fresh(const float* address) { return __ldcg(address); }
+INLINE float4 load_fresh4(const float* address) { return __ldcg((const float4*)address); }
+
+// ---- arithmetic ----
+#define INFINITE __int_as_float(0x7f800000)
+#define LOG2_E 1.4426950408889634f
+
+INLINE float exp2_approximate(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+// tanh to about 1e-7 absolute, without branches
+INLINE float tanh_by_exp2(float x) {
+  return 1.0f - __fdividef(2.0f, 1.0f + exp2_approximate(fminf(2.0f * LOG2_E * x, 126.0f)));
+}
+
+// ---- sums and maxima ----
+INLINE float warp_sum(float value) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(FULL_WARP, value, step);
+  return value;
+}
+INLINE float warp_max(float value) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, step));
+  return value;
+}
+// Sum over the block, in every thread; `scratch` f32[32] may be reused after the next barrier.
+template <int THREADS>
+INLINE float block_sum(float value, float* scratch) {
+  value = warp_sum(value);
+  if (lane_id() == 0) scratch[warp_id()] = value;
+  __syncthreads();
+  return warp_sum(lane_id() < THREADS / 32 ? scratch[lane_id()] : 0.f);
+}
+
+// ---- dependent launch: no-ops where the card has none ----
+// After this, everything that the kernels before have written is there.
+INLINE void wait_for_inputs() {
+#if HAS_HOPPER
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may start; it still waits for this one to end before it reads.
+INLINE void let_next_start() {
+#if HAS_HOPPER
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Both at once, for kernels that have nothing to do before.
+INLINE void start_after_previous() {
+  let_next_start();
+  wait_for_inputs();
+}
+
+// True in every thread of the last of `n_blocks` blocks to come here, false in all others; `counter` is 0 again after
+// it. What the other blocks wrote before is visible to the last one past L1 (__ldcg).
+INLINE bool is_last_block(u32* counter, u32 n_blocks) {
+  __shared__ u32 arrived;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) arrived = atomicInc(counter, n_blocks - 1);
+  __syncthreads();
+  if (arrived != n_blocks - 1) return false;
+  __threadfence();
+  return true;
+}
+
+// ---- copies into shared memory ----
+INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// 16 bytes per thread, asynchronous from Ampere on; `valid` false writes zeros
+INLINE void copy_async16(void* target, const void* source, bool valid) {
+#if HAS_AMPERE
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
+               "r"(valid ? 16 : 0)
+               : "memory");
+#else
+  *(uint4*)target = valid ? *(const uint4*)source : make_uint4(0, 0, 0, 0);
+#endif
+}
+INLINE void copy_async_commit() {
+#if HAS_AMPERE
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int PENDING>
+INLINE void copy_async_wait() {
+#if HAS_AMPERE
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// A ring of stages that one warp fills with copies and reads itself; one 64-bit barrier per stage. On Hopper one lane
+// issues bulk copies; on Ampere the warp issues small asynchronous ones, in order, one group per fill; before that the
+// copies are plain. All lanes call all of these.
+INLINE void ring_init(u64* barriers, int n_stages) {
+#if HAS_HOPPER
+  if (lane_id() == 0)
+    for (int i = 0; i < n_stages; i++)
+      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barriers + i)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+#endif
+}
+// A fill of `bytes` in all begins: from one or more ring_copy, then ring_commit.
+INLINE void ring_expect(u64* barrier, u32 bytes) {
+#if HAS_HOPPER
+  if (lane_id() == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+#endif
+}
+// `bytes` is a multiple of 16 and both sides are 16-byte aligned
+INLINE void ring_copy(void* target, const void* source, u32 bytes, u64* barrier) {
+#if HAS_HOPPER
+  if (lane_id() == 0)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(target)),
+                 "l"(source), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+#else
+  for (u32 i = lane_id() * 16; i < bytes; i += 512) copy_async16((u8*)target + i, (const u8*)source + i, true);
+#endif
+}
+// Ends a fill; also called for a fill of nothing, to keep the count of groups.
+INLINE void ring_commit() {
+#if !HAS_HOPPER
+  copy_async_commit();
+#endif
+}
+// The fill of a stage is there; PENDING later fills may be under way. `round` counts the uses of this stage.
+template <int PENDING>
+INLINE void ring_wait(u64* barrier, u32 round) {
+#if HAS_HOPPER
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(round & 1)
+        : "memory");
+  } while (!done);
+#else
+  copy_async_wait<PENDING>();
+  __syncwarp();
+#endif
+}
+
+// ---- tensor cores ----
+// c (16 x 8, f32) += a (16 x 16) b (16 x 8), halves. Lane = 4 * g + t holds a: rows g, g + 8, columns 2t, 2t + 1 and
+// 2t + 8, 2t + 9; b: rows 2t, 2t + 1 and + 8, column g; c: rows g and g + 8, columns 2t, 2t + 1.
+INLINE void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if HAS_AMPERE
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b0));
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a2), "r"(a3), "r"(b1));
+#endif
+}
+// Four 8 x 8 tiles of halves from shared memory: lane 8 i + r gives the address of row r (16 bytes) of tile i; word i of
+// lane 4 g + t gets columns 2t, 2t + 1 of row g of tile i.
+INLINE void load_tiles(u32 (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+// The same of the tiles' transposes: word i of lane 4 g + t gets rows 2t, 2t + 1 of column g of tile i.
+INLINE void load_tiles_transposed(u32 (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row))
+               : "memory");
+}

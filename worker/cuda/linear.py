@@ -1,0 +1,151 @@
+"""The matrix products an executor calls: picks the kernel for the number of tokens.
+
+    linear(launcher, parts, source, n_tokens, ...)  y_j (+)= W_j x for up to three matrices of one input
+    moe(launcher, experts, choice, source, ...)     y (+)= the mixture of experts
+
+Up to GEMV_TOKENS tokens run on matrix-vector kernels with 8-bit activations (`source.codes`, or made in the kernel),
+up to CUBLAS_TOKENS on tensor cores with weights unpacked in the kernel, from there on dense matrices go through
+cuBLAS. Above GEMV_TOKENS the kernels read `source.values` (f32) and need `workspace`: a 256-byte aligned address with
+`linear_workspace_bytes` or `moe_workspace_bytes` of memory, which nothing else uses while the product runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from worker.cuda.driver import Launcher
+from worker.cuda.grouped import moe_grouped
+from worker.cuda.grouped import workspace as grouped_workspace
+from worker.cuda.matmul import GEMV_TOKENS, STORE, Activations, Epilogue, Norm, Part, gemv, rows_from
+from worker.cuda.matmul_moe import Chosen, Experts, RouterRule, hidden_bytes, moe_decode
+from worker.cuda.prefill import (
+    CUBLAS_TOKENS,
+    Blas,
+    can_use_tensor_cores,
+    matrix_halves_bytes,
+    multiply_in_kernel,
+    multiply_with_blas,
+    to_halves,
+)
+
+GEMV_TOKENS_AT_MOST = 2 * GEMV_TOKENS  # two launches of it still beat a tensor-core tile
+_ALIGNMENT_BYTES = 256
+
+
+def needs_codes(n_tokens: int) -> bool:
+    """Whether a product of n_tokens tokens reads 8-bit codes, so that its producer should write them."""
+    return n_tokens <= GEMV_TOKENS_AT_MOST
+
+
+def linear_workspace_bytes(parts: Sequence[Part], n_tokens: int) -> int:
+    """Scratch of `linear`: halves of the activations and of one matrix at a time."""
+    if n_tokens <= GEMV_TOKENS_AT_MOST:
+        return 0
+    halves = _aligned(n_tokens * parts[0].matrix.cols * 2)
+    if n_tokens < CUBLAS_TOKENS:
+        return halves
+    return halves + max(_aligned(matrix_halves_bytes(part.matrix)) for part in parts)
+
+
+def linear(
+    launcher: Launcher,
+    parts: Sequence[Part],
+    source: Activations,
+    n_tokens: int,
+    *,
+    norm: Norm | None = None,
+    epilogue: Epilogue = STORE,
+    blas: Blas | None = None,
+    workspace: int = 0,
+    pdl: bool = True,
+) -> None:
+    """Enqueue output_j f32 [n_tokens, stride] (+)= W_j x. `norm` (weights and epsilon, applied to source.values in
+    the kernel) is for at most GEMV_TOKENS tokens."""
+    tensor_cores = all(can_use_tensor_cores(part.matrix) for part in parts)
+    if n_tokens <= GEMV_TOKENS_AT_MOST or not tensor_cores:
+        _gemv_pieces(launcher, parts, source, n_tokens, norm, epilogue, pdl)
+        return
+    assert norm is None and source.values and workspace
+    cols = parts[0].matrix.cols
+    to_halves(launcher, source.values, workspace, n_tokens * cols)
+    for part in parts:
+        if n_tokens >= CUBLAS_TOKENS and blas is not None:
+            scratch = workspace + _aligned(n_tokens * cols * 2)
+            multiply_with_blas(launcher, blas, part, workspace, n_tokens, epilogue, scratch)
+        else:
+            multiply_in_kernel(launcher, part, workspace, n_tokens, epilogue)
+
+
+def _gemv_pieces(
+    launcher: Launcher,
+    parts: Sequence[Part],
+    source: Activations,
+    n_tokens: int,
+    norm: Norm | None,
+    epilogue: Epilogue,
+    pdl: bool,
+) -> None:
+    """Even pieces of at most GEMV_TOKENS tokens."""
+    n_pieces = -(-n_tokens // GEMV_TOKENS)
+    start = 0
+    for piece in range(n_pieces):
+        count = (n_tokens - start) // (n_pieces - piece)
+        moved = [
+            Part(part.matrix, part.output + start * part.output_stride * 4, part.output_stride, part.bias)
+            for part in parts
+        ]
+        gemv(
+            launcher,
+            moved,
+            rows_from(source, start, parts[0].matrix.cols),
+            count,
+            norm=norm,
+            epilogue=epilogue,
+            pdl=pdl,
+        )
+        start += count
+
+
+def moe_workspace_bytes(experts: Experts, n_tokens: int) -> int:
+    """Scratch of `moe`."""
+    if n_tokens <= GEMV_TOKENS:
+        return _aligned(hidden_bytes(experts, n_tokens))
+    return grouped_workspace(experts, n_tokens).total_bytes
+
+
+def moe(
+    launcher: Launcher,
+    experts: Experts,
+    choice: Chosen | RouterRule,
+    source: Activations,
+    n_tokens: int,
+    output: int,
+    workspace: int,
+    *,
+    accumulate: bool,
+    norm: Norm | None = None,
+    pdl: bool = True,
+) -> None:
+    """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source`. `choice` may be a RouterRule, and `norm` be
+    given, for one token only."""
+    if n_tokens <= GEMV_TOKENS:
+        moe_decode(
+            launcher,
+            experts,
+            choice,
+            source,
+            n_tokens,
+            workspace,
+            output,
+            accumulate=accumulate,
+            norm=norm,
+            pdl=pdl,
+        )
+        return
+    assert isinstance(choice, Chosen) and norm is None
+    scratch = grouped_workspace(experts, n_tokens, workspace)
+    moe_grouped(launcher, experts, choice, source.values, n_tokens, output, scratch, accumulate=accumulate)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,0 +1,254 @@
+"""Matrix-vector products on the device: up to three matrices of one input, 1 to GEMV_TOKENS tokens in a launch.
+
+`source` is an `Activations`: the f32 rows and, for quantised weights, their 8-bit codes. With `norm` the kernel
+normalises and quantises `source.values` itself; with `codes == 0` it quantises. That is meant for one token, where
+it saves launches. All pointers are device addresses as plain ints; all calls only enqueue; nothing is allocated.
+`linear.py` is what an executor calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int, c_uint64
+
+import msgspec
+
+from worker.cuda.driver import Launcher
+from worker.cuda.formats import GpuMatrix, is_float, planar_row_bytes
+
+GEMV_TOKENS = 8
+_QUANTISED, _PLAIN, _NORMED = 0, 1, 2  # PROLOGUE of the kernels
+_MAX_WARPS = 16
+_RESERVED_SHARED_BYTES = 4096  # static shared memory of a block and what the driver takes
+
+
+class Activations(msgspec.Struct, frozen=True):
+    """Rows of one input. `values` f32 [tokens, cols]; codes int8 [tokens, cols], scales and sums f32
+    [tokens, cols / 32], all three 0 where there are none."""
+
+    values: int
+    codes: int = 0
+    scales: int = 0
+    sums: int = 0
+
+
+class Norm(msgspec.Struct, frozen=True):
+    """An RMS norm that a kernel applies to its input: weights f32 [cols]."""
+
+    weights: int
+    epsilon: float
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One matrix of a launch: output f32 [tokens, output_stride], bias f32 [rows] or 0."""
+
+    matrix: GpuMatrix
+    output: int
+    output_stride: int
+    bias: int = 0
+
+
+class Epilogue(msgspec.Struct, frozen=True):
+    """y = softcap(scale * Wx + bias), added to the output or stored; 0 means none."""
+
+    accumulate: bool = False
+    scale: float = 0.0
+    softcap: float = 0.0
+
+
+STORE = Epilogue()
+
+
+class _PartStruct(ctypes.Structure):
+    _fields_ = [
+        ("weights", c_uint64),
+        ("output", c_uint64),
+        ("bias", c_uint64),
+        ("rows", c_int),
+        ("output_stride", c_int),
+    ]
+
+
+class _CallStruct(ctypes.Structure):
+    _fields_ = [
+        ("parts", _PartStruct * 3),
+        ("codes", c_uint64),
+        ("scales", c_uint64),
+        ("sums", c_uint64),
+        ("values", c_uint64),
+        ("norm", c_uint64),
+        ("norm_epsilon", c_float),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("accumulate", c_int),
+    ]
+
+
+class Tiling(msgspec.Struct, frozen=True):
+    """How a matrix-vector kernel is cut: warps of a block, stages of a warp's ring, rows per stage."""
+
+    warps: int
+    stages: int
+    rows: int
+    shared_bytes: int
+    blocks: int
+
+
+def token_bytes(cols: int, float_weights: bool) -> int:
+    """Shared memory of one token's activations (activations.cuh)."""
+    return -(-cols // 8) * 32 if float_weights else -(-cols // 64) * 80
+
+
+def choose_tiling(
+    launcher: Launcher, n_rows: int, row_bytes: int, activation_bytes: int, rows: int
+) -> Tiling | None:
+    """Enough warps to have a small matrix in flight at once, rings for the rest; None when nothing fits.
+
+    Two blocks should fit on a multiprocessor, so that a kernel can start while the one in front ends.
+    """
+    budget = launcher.shared_bytes - _RESERVED_SHARED_BYTES
+    for limit in (budget // 2 - 1024, budget):
+        for n in sorted({rows, 1}, reverse=True):
+            groups = -(-n_rows // n)
+            per_sm = -(-groups // launcher.sm_count)
+            warps = min(_MAX_WARPS, max(4, -(-per_sm // 4) * 4))
+            stages = min(4, max(1, -(-per_sm // warps)))
+            for w in sorted({warps, 8, 4}, reverse=True):
+                fitting = (limit - activation_bytes) // (w * n * row_bytes)
+                if w <= warps and fitting >= min(stages, 2):
+                    used = min(stages, fitting)
+                    shared = activation_bytes + w * used * n * row_bytes
+                    return Tiling(w, used, n, shared, min(-(-groups // w), launcher.sm_count))
+    fitting = (budget - activation_bytes) // row_bytes
+    if fitting < 1:
+        return None
+    return Tiling(min(4, fitting), 1, 1, activation_bytes + min(4, fitting) * row_bytes, launcher.sm_count)
+
+
+def gemv(
+    launcher: Launcher,
+    parts: Sequence[Part],
+    source: Activations,
+    n_tokens: int,
+    *,
+    norm: Norm | None = None,
+    epilogue: Epilogue = STORE,
+    pdl: bool = True,
+) -> None:
+    """Enqueue y_j = W_j x for 1..GEMV_TOKENS tokens; matrices of float and of quantised types go separately."""
+    floats = [part for part in parts if is_float(part.matrix.type_id)]
+    for group in (floats, [part for part in parts if part not in floats]):
+        if group:
+            _gemv_group(launcher, group, source, n_tokens, norm, epilogue, pdl)
+
+
+def _gemv_group(
+    launcher: Launcher,
+    parts: Sequence[Part],
+    source: Activations,
+    n_tokens: int,
+    norm: Norm | None,
+    epilogue: Epilogue,
+    pdl: bool,
+) -> None:
+    cols = parts[0].matrix.cols
+    assert 1 <= len(parts) <= 3 and all(part.matrix.cols == cols for part in parts)
+    floats = is_float(parts[0].matrix.type_id)
+    row_bytes = max(planar_row_bytes(part.matrix.type_id, cols) for part in parts)
+    n_rows = sum(part.matrix.rows for part in parts)
+    tiling = choose_tiling(
+        launcher,
+        n_rows,
+        row_bytes,
+        n_tokens * token_bytes(cols, floats),
+        _rows_at_once(launcher, n_rows, n_tokens),
+    )
+    if tiling is None or n_tokens > GEMV_TOKENS:
+        _split_tokens(launcher, parts, source, n_tokens, norm, epilogue, pdl)
+        return
+    prologue = _NORMED if norm else _QUANTISED if source.codes and not floats else _PLAIN
+    defines = {
+        "COLS": cols,
+        "TOKENS": n_tokens,
+        "N_PARTS": len(parts),
+        "WARPS": tiling.warps,
+        "STAGES": tiling.stages,
+        "ROWS": tiling.rows,
+        "PROLOGUE": prologue,
+        **{f"TYPE_{i}": part.matrix.type_id for i, part in enumerate(parts)},
+    }
+    function = launcher.function("gemv.cu", "gemv", defines)
+    call = _call_struct(parts, source, norm, epilogue)
+    launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,), pdl)
+
+
+def _rows_at_once(launcher: Launcher, n_rows: int, n_tokens: int) -> int:
+    """Several tokens share what a row's unpacking costs; long matrices want longer copies."""
+    return 2 if n_tokens > 1 or n_rows > launcher.sm_count * _MAX_WARPS * 4 else 1
+
+
+def _split_tokens(
+    launcher: Launcher,
+    parts: Sequence[Part],
+    source: Activations,
+    n_tokens: int,
+    norm: Norm | None,
+    epilogue: Epilogue,
+    pdl: bool,
+) -> None:
+    """Two launches of half the tokens, where the activations of all do not fit."""
+    assert n_tokens > 1, f"a row of {parts[0].matrix.cols} columns does not fit into shared memory"
+    first = n_tokens // 2
+    for start, count in ((0, first), (first, n_tokens - first)):
+        moved = [_at_token(part, start) for part in parts]
+        _gemv_group(
+            launcher, moved, rows_from(source, start, parts[0].matrix.cols), count, norm, epilogue, pdl
+        )
+
+
+def _at_token(part: Part, token: int) -> Part:
+    return msgspec.structs.replace(part, output=part.output + token * part.output_stride * 4)
+
+
+def rows_from(source: Activations, token: int, cols: int) -> Activations:
+    """The same activations from row `token` on."""
+    if not source.codes:
+        return Activations(source.values + token * cols * 4)
+    groups = token * (cols // 32) * 4
+    return Activations(
+        source.values + token * cols * 4 if source.values else 0,
+        source.codes + token * cols,
+        source.scales + groups,
+        source.sums + groups,
+    )
+
+
+def _call_struct(
+    parts: Sequence[Part], source: Activations, norm: Norm | None, epilogue: Epilogue
+) -> _CallStruct:
+    call = _CallStruct(
+        codes=source.codes,
+        scales=source.scales,
+        sums=source.sums,
+        values=source.values,
+        norm=norm.weights if norm else 0,
+        norm_epsilon=norm.epsilon if norm else 0.0,
+        scale=epilogue.scale,
+        softcap=epilogue.softcap,
+        accumulate=int(epilogue.accumulate),
+    )
+    for i, part in enumerate(parts):
+        matrix = part.matrix
+        call.parts[i] = _PartStruct(matrix.pointer, part.output, part.bias, matrix.rows, part.output_stride)
+    return call
+
+
+def quantise(
+    launcher: Launcher, values: int, n_tokens: int, cols: int, target: Activations, pdl: bool = True
+) -> None:
+    """f32 [n_tokens, cols] (cols a multiple of 32) to the codes, scales and sums of `target`."""
+    function = launcher.function("quantise.cu", "quantise")
+    n_groups = n_tokens * (cols // 32)
+    args = (values, target.codes, target.scales, target.sums, c_int(n_groups))
+    launcher.launch(function, -(-n_groups // 32), 256, 0, args, pdl)

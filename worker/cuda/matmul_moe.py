@@ -1,0 +1,268 @@
+"""Experts of a mixture for a few tokens: two launches, one for gate, up and activation, one for down and the sum.
+
+The experts come as ids and weights on the device (`Chosen`), or, for one token, as router logits from which both
+kernels find them without a launch of their own (`RouterRule`). More tokens go to `grouped.py`, where tokens of one
+expert share its weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_uint64
+
+import msgspec
+
+from worker.cuda.driver import Function, Launcher
+from worker.cuda.formats import GpuMatrix
+from worker.cuda.matmul import Activations, Norm, Tiling, choose_tiling, rows_from, token_bytes
+
+_QUANTISED, _PLAIN, _NORMED = 0, 1, 2
+
+
+class Experts(msgspec.Struct, frozen=True):
+    """gate and up [experts, n_ff, n_embd], down [experts, n_embd, n_ff]; activation 0 silu, 1 gelu (tanh)."""
+
+    gate: GpuMatrix
+    up: GpuMatrix
+    down: GpuMatrix
+    n_used: int
+    activation: int = 0
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """Experts found by a kernel before: ids i32 and weights f32, both [tokens, n_used]."""
+
+    ids: int
+    weights: int
+
+
+class RouterRule(msgspec.Struct, frozen=True):
+    """Experts still to be chosen, for one token: logits f32 [experts], bias f32 [experts] or 0."""
+
+    logits: int
+    bias: int = 0
+    is_sigmoid: bool = False
+    normalize: bool = True
+    weights_scale: float = 1.0
+
+
+class _RouterStruct(ctypes.Structure):
+    _fields_ = [
+        ("ids", c_uint64),
+        ("weights", c_uint64),
+        ("logits", c_uint64),
+        ("bias", c_uint64),
+        ("logit_factor", c_float),
+        ("weights_scale", c_float),
+        ("sigmoid", c_int),
+        ("normalise", c_int),
+    ]
+
+
+class _GateUpStruct(ctypes.Structure):
+    _fields_ = [
+        ("router", _RouterStruct),
+        ("gate", c_uint64),
+        ("up", c_uint64),
+        ("gate_expert_bytes", c_uint64),
+        ("up_expert_bytes", c_uint64),
+        ("hidden", c_uint64),
+        ("codes", c_uint64),
+        ("scales", c_uint64),
+        ("sums", c_uint64),
+        ("values", c_uint64),
+        ("norm", c_uint64),
+        ("norm_epsilon", c_float),
+        ("rows", c_int),
+    ]
+
+
+class _DownStruct(ctypes.Structure):
+    _fields_ = [
+        ("router", _RouterStruct),
+        ("down", c_uint64),
+        ("expert_bytes", c_uint64),
+        ("hidden", c_uint64),
+        ("codes", c_uint64),
+        ("scales", c_uint64),
+        ("sums", c_uint64),
+        ("output", c_uint64),
+        ("rows", c_int),
+        ("output_stride", c_int),
+        ("accumulate", c_int),
+    ]
+
+
+def hidden_bytes(experts: Experts, n_tokens: int) -> int:
+    """Size of the `hidden` buffer of `moe_decode`."""
+    return n_tokens * experts.n_used * experts.gate.rows * 4
+
+
+def moe_decode(
+    launcher: Launcher,
+    experts: Experts,
+    choice: Chosen | RouterRule,
+    source: Activations,
+    n_tokens: int,
+    hidden: int,
+    output: int,
+    *,
+    accumulate: bool,
+    norm: Norm | None = None,
+    pdl: bool = True,
+) -> None:
+    """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source`; `hidden` is scratch of hidden_bytes.
+
+    Types must be quantised. The first of the two kernels is never launched early: until the router has spoken it
+    has nothing to fetch, and its blocks would only take room.
+    """
+    assert n_tokens == 1 or isinstance(choice, Chosen)
+    if not _fits(launcher, experts, n_tokens):
+        assert isinstance(choice, Chosen) and n_tokens > 1, "an expert does not fit into shared memory"
+        _halves(launcher, experts, choice, source, n_tokens, hidden, output, accumulate, pdl)
+        return
+    _gate_up(launcher, experts, choice, source, n_tokens, hidden, norm)
+    _down(launcher, experts, choice, n_tokens, hidden, output, accumulate, pdl)
+
+
+def _halves(
+    launcher: Launcher,
+    experts: Experts,
+    choice: Chosen,
+    source: Activations,
+    n_tokens: int,
+    hidden: int,
+    output: int,
+    accumulate: bool,
+    pdl: bool,
+) -> None:
+    first = n_tokens // 2
+    for start, count in ((0, first), (first, n_tokens - first)):
+        moe_decode(
+            launcher,
+            experts,
+            Chosen(choice.ids + start * experts.n_used * 4, choice.weights + start * experts.n_used * 4),
+            rows_from(source, start, experts.gate.cols),
+            count,
+            hidden + hidden_bytes(experts, start),
+            output + start * experts.down.rows * 4,
+            accumulate=accumulate,
+            pdl=pdl,
+        )
+
+
+def _fits(launcher: Launcher, experts: Experts, n_tokens: int) -> bool:
+    return (
+        _gate_up_tiling(launcher, experts, n_tokens) is not None
+        and _down_tiling(launcher, experts, n_tokens) is not None
+    )
+
+
+def _gate_up_tiling(launcher: Launcher, experts: Experts, n_tokens: int) -> Tiling | None:
+    row_bytes = experts.gate.row_bytes + experts.up.row_bytes
+    n_rows = n_tokens * experts.n_used * experts.gate.rows
+    return choose_tiling(launcher, n_rows, row_bytes, n_tokens * token_bytes(experts.gate.cols, False), 1)
+
+
+def _down_tiling(launcher: Launcher, experts: Experts, n_tokens: int) -> Tiling | None:
+    row_bytes = experts.n_used * experts.down.row_bytes
+    activation_bytes = n_tokens * experts.n_used * token_bytes(experts.down.cols, False)
+    return choose_tiling(launcher, n_tokens * experts.down.rows, row_bytes, activation_bytes, 1)
+
+
+def _function(
+    launcher: Launcher,
+    name: str,
+    experts: Experts,
+    choice: Chosen | RouterRule,
+    n_tokens: int,
+    tiling: Tiling,
+    prologue: int,
+) -> Function:
+    is_gate_up = name == "gate_up"
+    defines: dict[str, int | float | str] = {
+        "COLS": experts.gate.cols if is_gate_up else experts.down.cols,
+        "TYPE_0": experts.gate.type_id if is_gate_up else experts.down.type_id,
+        "TYPE_1": experts.up.type_id if is_gate_up else experts.down.type_id,
+        "TOKENS": n_tokens,
+        "N_EXPERTS": experts.gate.experts,
+        "N_USED": experts.n_used,
+        "WARPS": tiling.warps,
+        "STAGES": tiling.stages,
+        "ROWS": tiling.rows,
+        "ACTIVATION": experts.activation,
+        "PROLOGUE": prologue,
+        "CHOOSE": int(isinstance(choice, RouterRule)),
+        "CHOOSE_EARLY": int(isinstance(choice, RouterRule) and not is_gate_up),
+    }
+    return launcher.function(f"moe_{name}.cu", name, defines)
+
+
+def _router_struct(choice: Chosen | RouterRule) -> _RouterStruct:
+    if isinstance(choice, Chosen):
+        return _RouterStruct(ids=choice.ids, weights=choice.weights)
+    return _RouterStruct(
+        logits=choice.logits,
+        bias=choice.bias,
+        logit_factor=1.0,
+        weights_scale=choice.weights_scale,
+        sigmoid=int(choice.is_sigmoid),
+        normalise=int(choice.normalize),
+    )
+
+
+def _gate_up(
+    launcher: Launcher,
+    experts: Experts,
+    choice: Chosen | RouterRule,
+    source: Activations,
+    n_tokens: int,
+    hidden: int,
+    norm: Norm | None,
+) -> None:
+    tiling = _gate_up_tiling(launcher, experts, n_tokens)
+    assert tiling is not None
+    prologue = _NORMED if norm else _QUANTISED if source.codes else _PLAIN
+    function = _function(launcher, "gate_up", experts, choice, n_tokens, tiling, prologue)
+    call = _GateUpStruct(
+        router=_router_struct(choice),
+        gate=experts.gate.pointer,
+        up=experts.up.pointer,
+        gate_expert_bytes=experts.gate.expert_bytes,
+        up_expert_bytes=experts.up.expert_bytes,
+        hidden=hidden,
+        codes=source.codes,
+        scales=source.scales,
+        sums=source.sums,
+        values=source.values,
+        norm=norm.weights if norm else 0,
+        norm_epsilon=norm.epsilon if norm else 0.0,
+        rows=experts.gate.rows,
+    )
+    launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,))
+
+
+def _down(
+    launcher: Launcher,
+    experts: Experts,
+    choice: Chosen | RouterRule,
+    n_tokens: int,
+    hidden: int,
+    output: int,
+    accumulate: bool,
+    pdl: bool,
+) -> None:
+    tiling = _down_tiling(launcher, experts, n_tokens)
+    assert tiling is not None
+    function = _function(launcher, "down", experts, choice, n_tokens, tiling, _PLAIN)
+    call = _DownStruct(
+        router=_router_struct(choice),
+        down=experts.down.pointer,
+        expert_bytes=experts.down.expert_bytes,
+        hidden=hidden,
+        output=output,
+        rows=experts.down.rows,
+        output_stride=experts.down.rows,
+        accumulate=int(accumulate),
+    )
+    launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,), pdl)

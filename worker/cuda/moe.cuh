@@ -1,0 +1,66 @@
+// What the two kernels of a mixture share: which experts, and a unit of a row times a token.
+//
+// Definitions: COLS, TYPE_0, TOKENS, N_EXPERTS, N_USED, WARPS, STAGES, ROWS, PROLOGUE, CHOOSE. With CHOOSE the block
+// finds the experts itself from router logits (one token); otherwise ids and weights are given.
+#pragma once
+#include "activations.cuh"
+#include "top_k.cuh"
+
+#define QUANTISED 0
+#define PLAIN 1
+#define NORMED 2
+
+constexpr int THREADS = WARPS * 32;
+constexpr int UNITS = QuantisedToken<COLS>::UNITS;
+constexpr int TOKEN_BYTES = QuantisedToken<COLS>::BYTES;
+
+struct Router {
+  const int* ids;        // [TOKENS][N_USED], read unless CHOOSE
+  const float* weights;  // [TOKENS][N_USED]
+  const float* logits;   // [N_EXPERTS], read with CHOOSE
+  const float* bias;     // or null
+  float logit_factor;
+  float weights_scale;
+  int sigmoid;
+  int normalise;
+};
+
+struct Experts {
+  int ids[TOKENS * N_USED];
+  float weights[TOKENS * N_USED];
+};
+
+// ids and weights of all tokens into shared memory; ends with a barrier
+INLINE void find_experts(Experts& experts, const Router& router) {
+#if CHOOSE
+  __shared__ Chosen<N_EXPERTS, N_USED> chosen;
+  choose_experts<N_EXPERTS, N_USED, THREADS>(chosen, router.logits, router.bias, router.logit_factor, router.sigmoid,
+                                             router.normalise, router.weights_scale);
+  if (threadIdx.x < N_USED) {
+    experts.ids[threadIdx.x] = chosen.ids[threadIdx.x];
+    experts.weights[threadIdx.x] = chosen.weights[threadIdx.x];
+  }
+#else
+  for (int i = threadIdx.x; i < TOKENS * N_USED; i += THREADS) {
+    experts.ids[i] = __ldcg(router.ids + i);
+    experts.weights[i] = router.weights ? __ldcg(router.weights + i) : 1.f;
+  }
+#endif
+  __syncthreads();
+}
+
+// One unit of ROWS rows with one token's activations.
+template <int TYPE>
+INLINE void add_unit(float (&sums)[ROWS], const u8* rows, int unit, const UnitActivations& x) {
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    RawUnit raw;
+    Scales scales;
+    u32 codes[16];
+    load_unit<TYPE, FromShared>(raw, rows + r * Format<TYPE>::row_bytes(COLS), UNITS, unit);
+    unit_scales<TYPE>(scales, raw, unit);
+#pragma unroll
+    for (int j = 0; j < 16; j++) codes[j] = unit_codes<TYPE>(raw, j);
+    sums[r] += unit_dot<TYPE>(codes, scales, x);
+  }
+}

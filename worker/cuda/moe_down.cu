@@ -1,0 +1,106 @@
+// y (+)= the sum over a token's chosen experts of weight * down hidden; a warp takes one row of all chosen experts.
+// Definitions: those of moe.cuh, CHOOSE_EARLY (the router's result is there before the inputs are).
+#include "moe.cuh"
+
+struct DownCall {
+  Router router;
+  const u8* down;
+  u64 expert_bytes;
+  const float* hidden;  // f32 [TOKENS][N_USED][COLS], or codes
+  const i8* codes;
+  const float* scales;
+  const float* sums;
+  float* output;
+  int rows;
+  int output_stride;
+  int accumulate;
+};
+
+constexpr int EXPERT_STAGE_BYTES = ROWS * Format<TYPE_0>::row_bytes(COLS);
+constexpr int STAGE_BYTES = N_USED * EXPERT_STAGE_BYTES;
+
+INLINE void fill_row(const DownCall& call, const Experts& experts, int index, int n_groups, u8* stage, u64* barrier) {
+  if (index < n_groups) {
+    const int per_token = (call.rows + ROWS - 1) / ROWS;
+    int row = index % per_token * ROWS, token = index / per_token;
+    u32 bytes = min(ROWS, call.rows - row) * Format<TYPE_0>::row_bytes(COLS);
+    ring_expect(barrier, bytes * N_USED);
+    for (int k = 0; k < N_USED; k++)
+      ring_copy(stage + k * EXPERT_STAGE_BYTES,
+                call.down + (u64)experts.ids[token * N_USED + k] * call.expert_bytes +
+                    (u64)row * Format<TYPE_0>::row_bytes(COLS),
+                bytes, barrier);
+  }
+  ring_commit();
+}
+
+// The hidden values of all slots, with the experts' weights in their scales.
+INLINE void stage_hidden(const DownCall& call, const Experts& experts, u8* memory) {
+#if PROLOGUE == QUANTISED
+  for (int slot = 0; slot < TOKENS * N_USED; slot++)
+    stage_quantised<COLS, THREADS>(QuantisedToken<COLS>{memory + slot * TOKEN_BYTES}, call.codes + (u64)slot * COLS,
+                                   call.scales + slot * (COLS / 32), call.sums + slot * (COLS / 32));
+  __syncthreads();
+  for (int i = threadIdx.x; i < TOKENS * N_USED * UNITS * 2; i += THREADS) {
+    int slot = i / (UNITS * 2), group = i % (UNITS * 2);
+    QuantisedToken<COLS> token = {memory + slot * TOKEN_BYTES};
+    token.scales()[group] *= experts.weights[slot];
+    token.sums()[group] *= experts.weights[slot];
+  }
+#else
+  constexpr int CHUNKS = UNITS * 16;  // of four columns
+  for (int base = 0; base < TOKENS * N_USED * CHUNKS; base += THREADS) {
+    int i = base + threadIdx.x, slot = min(i / CHUNKS, TOKENS * N_USED - 1), column = i % CHUNKS * 4;
+    bool inside = i < TOKENS * N_USED * CHUNKS && column < COLS;
+    float4 v = inside ? load_fresh4(call.hidden + (u64)slot * COLS + column) : make_float4(0, 0, 0, 0);
+    if (i >= TOKENS * N_USED * CHUNKS) column = UNITS * 64;  // stores nothing
+    quantise4<COLS>(QuantisedToken<COLS>{memory + slot * TOKEN_BYTES}, v, column, experts.weights[slot]);
+  }
+#endif
+}
+
+KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
+  DYNAMIC_SHARED(memory);
+  __shared__ u64 barriers[WARPS * STAGES];
+  __shared__ Experts experts;
+  const int per_token = (call.rows + ROWS - 1) / ROWS, n_groups = per_token * TOKENS;
+  const int first = blockIdx.x + warp_id() * gridDim.x, n_warps = gridDim.x * WARPS;
+  u8* ring = memory + TOKENS * N_USED * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
+  u64* barrier = barriers + warp_id() * STAGES;
+  ring_init(barrier, STAGES);
+  let_next_start();
+#if !CHOOSE_EARLY
+  wait_for_inputs();
+#endif
+  find_experts(experts, call.router);
+#pragma unroll
+  for (int s = 0; s < STAGES; s++)
+    fill_row(call, experts, first + s * n_warps, n_groups, ring + s * STAGE_BYTES, barrier + s);
+#if CHOOSE_EARLY  // sound because gate_up lets this kernel start only after its own wait: the router is done
+  wait_for_inputs();
+#endif
+  stage_hidden(call, experts, memory);
+  __syncthreads();
+  int stage = 0, round = 0;
+  for (int index = first; index < n_groups; index += n_warps) {
+    ring_wait<STAGES - 1>(barrier + stage, round);
+    int token = index / per_token, row = index % per_token * ROWS;
+    float sums[ROWS] = {};
+    for (int i = lane_id(); i < N_USED * UNITS; i += 32) {
+      int slot = i / UNITS, unit = i % UNITS;
+      UnitActivations x;
+      QuantisedToken<COLS>{memory + (token * N_USED + slot) * TOKEN_BYTES}.read(x, unit);
+      add_unit<TYPE_0>(sums, ring + stage * STAGE_BYTES + slot * EXPERT_STAGE_BYTES, unit, x);
+    }
+    __syncwarp();
+    fill_row(call, experts, index + STAGES * n_warps, n_groups, ring + stage * STAGE_BYTES, barrier + stage);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      float y = warp_sum(sums[r]);
+      if (lane_id() != r || row + r >= call.rows) continue;
+      float* out = call.output + (u64)token * call.output_stride + row + r;
+      *out = call.accumulate ? __ldcg(out) + y : y;
+    }
+    if (++stage == STAGES) stage = 0, round++;
+  }
+}
