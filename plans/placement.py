@@ -39,6 +39,19 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpus: tuple[int, ...] = ()  # threads are pinned to these; empty = not pinned
     spin_us: int = 2000  # how long an idle thread spins before it parks
     step_budget_ms: int = 150  # bound on a prefill chunk while other sequences decode
+    gpu_memory_mib: tuple[int, ...] = ()  # cap per GPU by number, never exceeded; missing ones have none
+
+    def gpu_cap_bytes(self, ordinal: int) -> int | None:
+        """What may be taken of a GPU in all; None = what is free there."""
+        caps = self.gpu_memory_mib
+        return caps[ordinal] << 20 if ordinal < len(caps) and caps[ordinal] > 0 else None
+
+    @property
+    def gpu_ordinals(self) -> tuple[int, ...]:
+        """Numbers of the GPUs that compute anything, ascending."""
+        devices = {assignment.device for assignment in self.assignments}
+        return tuple(sorted(int(device[3:]) for device in devices if device.startswith("gpu")))
 
 
 CPU_ONLY = (Assignment(units="*", tier="ram", device="cpu"),)
+GPU_ONLY = (Assignment(units="*", tier="gpu0", device="gpu0"),)

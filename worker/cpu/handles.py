@@ -174,11 +174,17 @@ class Step(_Owned):
 
     def buffer(self, index: int) -> NDArray[np.float32]:
         """A copy of a buffer, f32[rows, width] with all rows the step was made for; for tests."""
+        return self.buffer_view(index).copy()
+
+    def buffer_view(self, index: int) -> NDArray[np.float32]:
+        """The buffer itself, for handing values to a step that does not begin with the embedding. It must not outlive
+        the step.
+        """
         width, is_output = self._buffers[index]
         rows = self.max_outputs if is_output else self.max_tokens
         address = self._library.calls.pw_step_buffer(self.handle, index)
         memory = (ctypes.c_float * (rows * width)).from_address(address)
-        return np.frombuffer(memory, dtype=np.float32).reshape(rows, width).copy()
+        return np.frombuffer(memory, dtype=np.float32).reshape(rows, width)
 
     def profile(self) -> dict[str, float]:
         """Seconds spent per kind of op since the last call, where any were spent."""

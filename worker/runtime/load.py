@@ -20,6 +20,7 @@ from worker.model.quants import dequantize
 from worker.ops.batch import PAGE_TOKENS
 from worker.ops.lower import lower
 from worker.ops.oplist import OpList, Weight
+from worker.runtime.executor import Executor
 from worker.runtime.step import NativeExecutor
 from worker.runtime.weights import Progress, load_weights
 
@@ -30,20 +31,44 @@ def _silent(phase: str, done_bytes: int, total_bytes: int) -> None:
     pass
 
 
-def load_executor(
-    model_path: str | Path, placement: Placement, progress: Progress = _silent
-) -> NativeExecutor:
-    """What the worker runs. Raises ModelFileError for the file, EngineStartError for this machine."""
-    return load_native(model_path, placement, progress=progress, max_outputs=max(placement.max_sequences, 16))
+def load_executor(model_path: str | Path, placement: Placement, progress: Progress = _silent) -> Executor:
+    """What the worker runs, chosen by the placement's devices.
+
+    Raises ModelFileError for the file, EngineStartError for this machine.
+    """
+    max_outputs = max(placement.max_sequences, 16)
+    if not placement.gpu_ordinals:
+        return load_native(model_path, placement, progress=progress, max_outputs=max_outputs)
+    from worker.runtime.load_gpu import load_gpu  # CuPy is loaded where a plan uses it, and nowhere else
+
+    return load_gpu(model_path, placement, progress=progress, max_outputs=max_outputs)
 
 
 def load_native(
     model_path: str | Path, placement: Placement, *, max_outputs: int, progress: Progress = _silent
 ) -> NativeExecutor:
-    """The same with a choice of how many rows of logits a step may have."""
-    started = time.monotonic()
+    """Everything on the CPU, with a choice of how many rows of logits a step may have."""
     file = open_model(model_path)
     oplist = lower(describe_file(file).units)
+    n_pages = page_count(placement, page_bytes(oplist, placement.kv_type))
+    executor = native_executor(
+        file, oplist, placement, n_pages=n_pages, max_outputs=max_outputs, progress=progress
+    )
+    progress("ready", 1, 1)
+    return executor
+
+
+def native_executor(
+    file: ModelFile,
+    oplist: OpList,
+    placement: Placement,
+    *,
+    n_pages: int,
+    max_outputs: int,
+    progress: Progress,
+) -> NativeExecutor:
+    """An executor of `oplist`, which may be a part of the model."""
+    started = time.monotonic()
     library = load_library()
     threads = max(placement.decode_threads, placement.prefill_threads)
     team = library.team_create(threads, placement.cpus[:threads] or None, placement.spin_us)
@@ -56,26 +81,24 @@ def load_native(
         threads=threads,
         progress=progress,
     )
-    kv = library.kv_create(
-        KV_TYPES[placement.kv_type],
-        [layer.n_kv_heads for layer in oplist.kv_layers],
-        [layer.head_dim for layer in oplist.kv_layers],
-        _page_count(placement, _page_bytes(oplist, placement.kv_type)),
-    )
+    kv = None
+    if oplist.kv_layers:
+        heads = [layer.n_kv_heads for layer in oplist.kv_layers]
+        head_dims = [layer.head_dim for layer in oplist.kv_layers]
+        kv = library.kv_create(KV_TYPES[placement.kv_type], heads, head_dims, n_pages)
     ops, buffers = lowered_structs(oplist)
     ubatch = max(placement.ubatch_tokens, placement.max_sequences)
     step = library.step_create(ops, weights.structs, buffers, ubatch, max_outputs, team, kv)
-    progress("ready", 1, 1)
     return NativeExecutor(library, oplist, step, kv, team, weights, placement, time.monotonic() - started)
 
 
-def _page_bytes(oplist: OpList, kv_type: str) -> int:
+def page_bytes(oplist: OpList, kv_type: str) -> int:
     """Least bytes of one page: what the cache stores of PAGE_TOKENS tokens in all layers."""
     values = sum(2 * layer.n_kv_heads * layer.head_dim for layer in oplist.kv_layers) * PAGE_TOKENS
     return values * 2 if kv_type == "f16" else values * 34 // 32
 
 
-def _page_count(placement: Placement, page_bytes: int) -> int:
+def page_count(placement: Placement, page_bytes: int) -> int:
     """As many pages as the budget holds, and never more than all sequences at full length need."""
     needed = -(-placement.context_length_tokens // PAGE_TOKENS)
     affordable = placement.kv_budget_bytes // page_bytes

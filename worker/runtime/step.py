@@ -41,7 +41,7 @@ class NativeExecutor:
         library: Library,
         oplist: OpList,
         step: Step,
-        kv: KvCache,
+        kv: KvCache | None,  # None: a part of a model without attention
         team: Team,
         weights: LoadedWeights,
         placement: Placement,
@@ -66,7 +66,7 @@ class NativeExecutor:
 
     @property
     def n_pages(self) -> int:
-        return self.kv.n_pages
+        return self.kv.n_pages if self.kv else 0
 
     @property
     def max_tokens(self) -> int:
@@ -123,18 +123,20 @@ class NativeExecutor:
         return out
 
     def copy_page(self, source: int, destination: int) -> None:
-        self.kv.copy_page(source, destination)
+        if self.kv is not None:
+            self.kv.copy_page(source, destination)
 
     def memory_bytes(self) -> dict[str, int]:
         return {
             "weights": self._weights.resident_bytes,
-            "kv": self.kv.page_bytes * self.kv.n_pages,
+            "kv": self.kv.page_bytes * self.kv.n_pages if self.kv else 0,
             "workspace": self.step.workspace_bytes,
         }
 
     def close(self) -> None:
         self.step.close()
-        self.kv.close()
+        if self.kv is not None:
+            self.kv.close()
         self._team.close()
         if self._weights.arena is not None:
             self._weights.arena.close()

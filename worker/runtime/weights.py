@@ -113,7 +113,7 @@ def _pack_all(
     """Lay out the arena, then pack row ranges of all matrices on `threads` threads (the calls free the GIL)."""
     jobs: list[tuple[Callable[[], None], int]] = []
     offsets, size_bytes = _offsets(library, oplist)
-    loaded.arena = library.arena(size_bytes, huge_pages)
+    loaded.arena = library.arena(max(size_bytes, ALIGNMENT_BYTES), huge_pages)  # a part may have none
     for index, offset in offsets.items():
         struct, tensor = loaded.structs[index], oplist.weights[index].tensor
         assert tensor is not None

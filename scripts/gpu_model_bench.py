@@ -1,0 +1,175 @@
+"""Speed of the GPU executor on one model file, without a server: load, decode, prefill, batches, and where time goes.
+
+    gpu_model_bench.py MODEL.gguf
+
+Contexts are not computed first: the cache's pages are zero, and attention reads them all the same.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from plans.placement import GPU_ONLY, Placement
+from worker.cuda.gpu_step import Exchange, GpuStep
+from worker.cuda.lowering import Launch
+from worker.cuda.values import StepShape
+from worker.ops.batch import PAGE_TOKENS
+from worker.ops.oplist import OpKind, OpList
+from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch
+from worker.runtime.gpu_executor import GpuExecutor
+from worker.runtime.load_gpu import load_gpu
+
+GREEDY = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0)
+CONTEXT_TOKENS = 33_024
+CONTEXTS = (64, 512, 8_192, 32_768)
+PROMPTS = (512, 2_048, 4_096)
+BATCHES = (2, 4, 8, 16, 32)
+DECODE_STEPS = 96
+
+
+def ensure_model(folder: Path, shape: str) -> Path:
+    """The synthetic model of that shape, written when it is not there."""
+    path = folder / f"{shape}.gguf"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        subprocess.run(
+            [sys.executable, str(Path(__file__).parent / "synthetic-model"), str(partial), shape], check=True
+        )
+        partial.rename(path)
+    return path
+
+
+def placement() -> Placement:
+    return Placement(
+        engine="native",
+        assignments=GPU_ONLY,
+        context_length_tokens=CONTEXT_TOKENS,
+        max_sequences=32,
+        kv_type="f16",
+        load_mode="packed",
+        huge_pages=False,
+        decode_threads=1,
+        prefill_threads=1,
+        ubatch_tokens=max(PROMPTS),
+        kv_budget_bytes=12 << 30,
+    )
+
+
+def measure_model(path: Path) -> Iterator[tuple[str, str]]:
+    """(what, how fast), as it is measured."""
+    warm_page_cache(path)
+    executor = load_gpu(path, placement(), max_outputs=32)
+    rate = path.stat().st_size / executor.load_s
+    yield "load", f"{executor.load_s:.2f} s in all, {rate / 1e9:.1f} GB/s"
+    yield "memory", ", ".join(f"{k} {v / 2**20:,.0f} MiB" for k, v in executor.memory_bytes().items())
+    read_bytes = bytes_per_token(executor.models[0].oplist)
+    for context in CONTEXTS:
+        seconds = decode_s(executor, 1, context)
+        share = f"{read_bytes / seconds / 1e12:.2f} TB/s of weights"
+        yield f"decode at {context}", f"{1 / seconds:,.1f} tok/s ({seconds * 1e6:.0f} us, {share})"
+    for count in BATCHES:
+        seconds = decode_s(executor, count, 512)
+        yield f"decode, {count} sequences", f"{count / seconds:,.0f} tok/s together"
+    for length in PROMPTS:
+        yield f"prefill {length}", f"{length / prefill_s(executor, length):,.0f} tok/s"
+    yield from breakdown(executor)
+    executor.close()
+
+
+def warm_page_cache(path: Path) -> None:
+    with path.open("rb") as file:
+        while file.read(64 << 20):
+            pass
+
+
+def bytes_per_token(oplist: OpList) -> int:
+    """Bytes of the weights in the file that one decoded token reads."""
+    total = 0
+    for op in oplist.ops:
+        tensors = [oplist.weights[index].tensor for index in op.weights if index >= 0]
+        if op.kind == OpKind.MOE:
+            total += sum(t.bytes * op.ints[1] // t.experts for t in tensors if t)
+        elif op.kind in (OpKind.LINEAR, OpKind.ROUTER):
+            total += sum(tensor.bytes for tensor in tensors if tensor)
+    return total
+
+
+def pages_of(executor: GpuExecutor, sequence: int, n_tokens: int) -> list[int]:
+    """Pages of their own as far as there are any; sharing them changes no speed."""
+    count = -(-n_tokens // PAGE_TOKENS)
+    return [(sequence * count + i) % executor.n_pages for i in range(count)]
+
+
+def decode_s(executor: GpuExecutor, n_sequences: int, context: int) -> float:
+    """Median seconds of a decode step, whose tokens are fed back."""
+    ids = list(range(1, n_sequences + 1))
+    pages = [pages_of(executor, s, context + DECODE_STEPS + 8) for s in range(n_sequences)]
+    times = []
+    for step in range(DECODE_STEPS):
+        parts = tuple(
+            SequencePart([token], context + step, page_ids, (Output(0, GREEDY),))
+            for token, page_ids in zip(ids, pages, strict=True)
+        )
+        started = time.perf_counter()
+        answers = executor.run(StepBatch(parts, n_sequences, n_sequences), CancelFlag())
+        times.append(time.perf_counter() - started)
+        ids = [answer.id for answer in answers]
+    return sorted(times)[len(times) // 2]
+
+
+def prefill_s(executor: GpuExecutor, length: int) -> float:
+    """Best of three."""
+    ids = [(7919 * i) % executor.n_vocab for i in range(length)]
+    part = SequencePart(ids, 0, pages_of(executor, 0, length), (Output(length - 1, GREEDY),))
+    times = []
+    for _ in range(4):
+        started = time.perf_counter()
+        executor.run(StepBatch((part,), length, 1), CancelFlag())
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+def breakdown(executor: GpuExecutor) -> Iterator[tuple[str, str]]:
+    """Microseconds of each kind of op in a decode step of one sequence at 512 tokens, each kind alone in a graph."""
+    decode_s(executor, 1, 512)
+    model = executor.models[0]
+    shape = StepShape(1, 1, 1, 1024, True, model.decode_inputs.addresses, 0, "greedy")
+    counts = Counter(launch.kind for launch in model.launches)
+    for kind, count in counts.items():
+        alone = tuple(launch for launch in model.launches if launch.kind == kind)
+        yield f"  {kind.name.lower()} x {count}", f"{graph_s(executor, alone, shape) * 1e6:.1f} us a token"
+    launcher = getattr(model.kernels, "launcher", None)
+    if launcher is not None:
+        before = launcher.n_launches
+        for launch in model.launches:
+            launch.enqueue(shape)
+        model.device.synchronize()
+        yield "  launches a token", str(launcher.n_launches - before)
+
+
+def graph_s(executor: GpuExecutor, launches: tuple[Launch, ...], shape: StepShape) -> float:
+    nothing = Exchange(lambda _: None, lambda _: None)
+    step = GpuStep(executor.models[0].device, launches, nothing)
+    times = []
+    for _ in range(12):
+        started = time.perf_counter()
+        step.decode(shape)
+        times.append(time.perf_counter() - started)
+    return sorted(times[2:])[5]
+
+
+def main() -> int:
+    for name, value in measure_model(Path(sys.argv[1])):
+        print(f"{name}: {value}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,436 @@
+"""A stand-in for a GPU in host memory: real addresses, queued work that a capture records instead of running.
+
+`NumpyKernels` behind the kernel seam computes in f32 through the reference's functions, so that everything above the
+seam (lowering, inputs, graphs, upload, executor) can be compared with the reference executor exactly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs.errors import EngineStartError
+from worker.cuda.kv_cache import KvLayerArrays
+from worker.cuda.sampler import SAMPLED
+from worker.cuda.sampling import SamplingBuffers
+from worker.cuda.values import Rows, RowTable, StepShape
+from worker.model.quants import dequantize
+from worker.model.types import BY_ID
+from worker.ops import reference
+from worker.ops.batch import PAGE_TOKENS
+from worker.ops.oplist import OpList
+
+
+def view(address: int, shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
+    """The memory at an address as an array."""
+    count = int(np.prod(shape))
+    memory = (ctypes.c_uint8 * (count * np.dtype(dtype).itemsize)).from_address(address)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+class _HostBuffer:
+    def __init__(self, size_bytes: int) -> None:
+        self.array = np.zeros(size_bytes, np.uint8)
+        self.address = self.array.ctypes.data
+
+    def close(self) -> None:
+        self.address = 0
+
+
+@dataclass
+class HostDevice:
+    """A Device of `total_bytes` whose memory is the host's. `log` has the name of every queued piece of work."""
+
+    ordinal: int = 0
+    total_bytes: int = 8 << 30
+    name: str = "host stand-in"
+    capability: int = 90
+    stream: int = 1
+    log: list[str] = field(default_factory=list)
+    graph_launches: int = 0
+    peak_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._allocations: dict[int, NDArray[np.uint8]] = {}
+        self._recording: list[Callable[[], None]] | None = None
+
+    def used_bytes(self) -> int:
+        return sum(array.nbytes - 256 for array in self._allocations.values())
+
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.used_bytes()
+
+    def allocate(self, size_bytes: int) -> int:
+        if size_bytes > self.free_bytes():
+            raise EngineStartError(f"no room for {size_bytes} bytes")
+        array = np.full(size_bytes + 256, 0xFF, np.uint8)  # NaN: what was not written must not be read
+        address = -(-array.ctypes.data // 256) * 256
+        self._allocations[address] = array
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes())
+        return address
+
+    def release(self, address: int) -> None:
+        del self._allocations[address]
+
+    def host_buffer(self, size_bytes: int) -> _HostBuffer:
+        return _HostBuffer(size_bytes)
+
+    def new_stream(self) -> int:
+        return 2
+
+    def submit(self, name: str, work: Callable[[], None]) -> None:
+        if self._recording is not None:
+            self._recording.append(work)
+            return
+        self.log.append(name)
+        work()
+
+    def copy_in(self, target: int, source: int, size_bytes: int, stream: int | None = None) -> None:
+        self.submit("copy_in", lambda: _copy(target, source, size_bytes))
+
+    copy_out = copy_within = copy_in
+
+    def fill_zero(self, address: int, size_bytes: int) -> None:
+        self.submit("fill_zero", lambda: void(ctypes.memset(address, 0, size_bytes)))
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Work was done when it was queued."""
+
+    def mark(self) -> None:
+        return None
+
+    def await_mark(self, mark: None) -> None:
+        """As `synchronize`."""
+
+    def bind(self) -> None:
+        """One memory serves all threads."""
+
+    def capture(self, enqueue: Callable[[], None]) -> _HostGraph:
+        self._recording = []
+        try:
+            enqueue()
+            return _HostGraph(self, self._recording)
+        finally:
+            self._recording = None
+
+    def close(self) -> None:
+        assert not self._allocations, "device memory was not given back"
+
+
+def void(_: object) -> None:
+    """Drops a result."""
+
+
+def _copy(target: int, source: int, size_bytes: int) -> None:
+    ctypes.memmove(target, source, size_bytes)
+
+
+@dataclass
+class _HostGraph:
+    device: HostDevice
+    work: list[Callable[[], None]]
+
+    def launch(self) -> None:
+        self.device.graph_launches += 1
+        for one in self.work:
+            one()
+
+
+@dataclass(frozen=True)
+class _HostMatrix:
+    """Laid out = dequantised to f32 [experts * rows, columns]."""
+
+    rows: int
+    columns: int
+    experts: int
+    address: int
+
+    def values(self) -> NDArray[np.float32]:
+        shape = (self.experts, self.rows, self.columns) if self.experts > 1 else (self.rows, self.columns)
+        return view(self.address, shape)
+
+
+class NumpyKernels:
+    """KernelSet on a HostDevice. `calls` lists (op, numbers of the shape) in order, for asserting on the lowering."""
+
+    def __init__(self, device: HostDevice) -> None:
+        self.device = device
+        self.calls: list[tuple[Any, ...]] = []
+        self.sampling: SamplingBuffers | None = None
+
+    def _submit(self, call: tuple[Any, ...], work: Callable[[], None]) -> None:
+        self.calls.append(call)
+        self.device.submit(call[0], work)
+
+    def row_bytes(self, type_id: int, columns: int) -> int:
+        return 4 * columns
+
+    def lay_out(self, type_id: int, n_rows: int, columns: int, raw: int, target: int) -> None:
+        kind = BY_ID[type_id]
+
+        def work() -> None:
+            stored = view(raw, (n_rows * kind.row_bytes(columns),), np.uint8)
+            view(target, (n_rows, columns))[:] = dequantize(kind.name, stored, (columns, n_rows)).reshape(
+                n_rows, columns
+            )
+
+        self._submit(("lay_out", type_id, n_rows, columns), work)
+
+    def matrix(self, type_id: int, rows: int, columns: int, experts: int, address: int) -> _HostMatrix:
+        return _HostMatrix(rows, columns, experts, address)
+
+    def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:
+        return 1024
+
+    def prepare(
+        self,
+        oplist: OpList,
+        max_tokens: int,
+        max_outputs: int,
+        scratch: int,
+        sampling: SamplingBuffers | None,
+    ) -> None:
+        self.sampling = sampling
+
+    def embed(self, shape: StepShape, table: RowTable, out: Rows, scale: float) -> None:
+        def work() -> None:
+            ids = view(shape.inputs.token_ids, (shape.n_tokens,), np.int32)
+            kind = BY_ID[table.type_id]
+            for row, token in enumerate(ids):
+                stored = view(
+                    table.address + int(token) * table.row_bytes, (kind.row_bytes(table.columns),), np.uint8
+                )
+                values = dequantize(kind.name, stored, (table.columns,)).reshape(-1)
+                _rows(out, shape.n_tokens)[row] = values * np.float32(scale)
+
+        self._submit(("embed", shape.n_tokens, table.columns), work)
+
+    def rms_norm(
+        self, rows: int, source: Rows, weight: int, out: Rows, eps: float, add: bool, shape: StepShape
+    ) -> None:
+        def work() -> None:
+            normed = reference.rms_norm(_rows(source, rows), view(weight, (source.width,)), eps)
+            target = _rows(out, rows)
+            target[:] = target + normed if add else normed
+
+        self._submit(("rms_norm", rows, source.width, add), work)
+
+    def linear(
+        self,
+        rows: int,
+        source: Rows,
+        matrices: tuple[_HostMatrix, ...],
+        outs: tuple[Rows, ...],
+        biases: tuple[int, ...],
+        accumulate: bool,
+        scale: float,
+        softcap: float,
+        shape: StepShape,
+    ) -> None:
+        def work() -> None:
+            for matrix, out, bias in zip(matrices, outs, biases, strict=True):
+                product = (_rows(source, rows) @ matrix.values().T) * np.float32(scale)
+                product = product + view(bias, (matrix.rows,)) if bias else product
+                product = softcap * np.tanh(product / softcap) if softcap else product
+                target = _rows(out, rows)
+                target[:] = target + product if accumulate else product
+
+        self._submit(("linear", rows, source.width, tuple(m.rows for m in matrices), accumulate), work)
+
+    def rope_store(
+        self,
+        shape: StepShape,
+        query: Rows,
+        key: Rows,
+        value: Rows,
+        q_norm: int,
+        k_norm: int,
+        frequencies: int,
+        ints: tuple[int, ...],
+        floats: tuple[float, ...],
+        cache: KvLayerArrays,
+    ) -> None:
+        heads, kv_heads, head_dim, rope_dim, style = ints[:5]
+        eps, magnitude = floats
+
+        def turned(rows: Rows, n_heads: int, norm: int) -> NDArray[np.float32]:
+            x = _rows(rows, shape.n_tokens).reshape(-1, n_heads, head_dim)
+            x = reference.rms_norm(x, view(norm, (head_dim,)), eps) if norm else x
+            positions = view(shape.inputs.positions, (shape.n_tokens,), np.int32)
+            return reference.rotate(x, positions, view(frequencies, (rope_dim // 2,)), style, magnitude)
+
+        def work() -> None:
+            _rows(query, shape.n_tokens)[:] = turned(query, heads, q_norm).reshape(shape.n_tokens, -1)
+            keys = turned(key, kv_heads, k_norm)
+            values = _rows(value, shape.n_tokens).reshape(-1, kv_heads, head_dim)
+            for row, (page, slot) in enumerate(_slots(shape)):
+                _page(cache.keys, page, kv_heads, head_dim)[:, slot] = keys[row]
+                _page(cache.values, page, kv_heads, head_dim)[:, slot] = values[row]
+
+        self._submit(("rope_store", shape.n_tokens, heads, kv_heads, head_dim), work)
+
+    def attention(
+        self,
+        shape: StepShape,
+        query: Rows,
+        out: Rows,
+        ints: tuple[int, ...],
+        floats: tuple[float, ...],
+        cache: KvLayerArrays,
+    ) -> None:
+        heads, kv_heads, head_dim = ints[:3]
+        window = ints[6]
+
+        def work() -> None:
+            positions = view(shape.inputs.positions, (shape.n_tokens,), np.int32)
+            for row, position in enumerate(positions):
+                past = np.arange(position + 1)
+                keys, values = _past(shape, row, past, cache, kv_heads, head_dim)
+                visible = (past > position - window if window else past >= 0)[None]
+                q = _rows(query, shape.n_tokens)[row].reshape(1, heads, head_dim)
+                _rows(out, shape.n_tokens)[row] = reference.attend(q, keys, values, visible, *floats).reshape(
+                    -1
+                )
+
+        self._submit(("attention", shape.n_tokens, shape.context_limit, shape.n_tiles > 0, window), work)
+
+    def glu(self, rows: int, gate: Rows, up: Rows, out: Rows, activation: int, shape: StepShape) -> None:
+        def work() -> None:
+            _rows(out, rows)[:] = reference.activate(_rows(gate, rows), activation) * _rows(up, rows)
+
+        self._submit(("glu", rows, gate.width), work)
+
+    def router(
+        self,
+        shape: StepShape,
+        source: Rows,
+        matrix: _HostMatrix,
+        bias: int,
+        ids: Rows,
+        weights: Rows,
+        ints: tuple[int, ...],
+        scale: float,
+    ) -> None:
+        n_experts, used, gating, normalize = ints
+
+        def work() -> None:
+            logits = _rows(source, shape.n_tokens) @ matrix.values().T
+            offsets = view(bias, (n_experts,)) if bias else None
+            chosen, shares = reference.choose_experts(logits, offsets, used, gating, bool(normalize), scale)
+            _rows(ids, shape.n_tokens)[:] = chosen.view(np.float32)
+            _rows(weights, shape.n_tokens)[:] = shares
+
+        self._submit(("router", shape.n_tokens, n_experts, used), work)
+
+    def moe(
+        self,
+        shape: StepShape,
+        source: Rows,
+        ids: Rows,
+        weights: Rows,
+        stacks: tuple[_HostMatrix, _HostMatrix, _HostMatrix],
+        out: Rows,
+        activation: int,
+        accumulate: bool,
+    ) -> None:
+        def work() -> None:
+            gate, up, down = (stack.values() for stack in stacks)
+            n_tokens, target = shape.n_tokens, _rows(out, shape.n_tokens)
+            if not accumulate:
+                target[:] = 0
+            for row, experts in enumerate(_rows(ids, n_tokens).view(np.int32)):
+                x = _rows(source, n_tokens)[row]
+                for slot, expert in enumerate(experts):
+                    hidden = reference.activate(gate[expert] @ x, activation) * (up[expert] @ x)
+                    target[row] += _rows(weights, n_tokens)[row, slot] * (down[expert] @ hidden)
+
+        self._submit(("moe", shape.n_tokens, stacks[0].experts, ids.width), work)
+
+    def select(self, shape: StepShape, source: Rows, out: Rows) -> None:
+        def work() -> None:
+            rows = view(shape.inputs.output_rows, (shape.n_outputs,), np.int32)
+            _rows(out, shape.n_outputs)[:] = _rows(source, shape.n_tokens)[rows]
+
+        self._submit(("select", shape.n_outputs), work)
+
+    def sample(self, shape: StepShape, logits: Rows, n_vocab: int) -> None:
+        if shape.sampling == "none":
+            return
+
+        def work() -> None:
+            assert self.sampling is not None
+            rows = _rows(logits, shape.n_outputs)
+            places = self.sampling.address_of
+            if shape.sampling == "greedy":
+                view(places["tokens"], (shape.n_outputs,), np.int32)[:] = rows.argmax(axis=1)
+                return
+            answers = view(places["sampled"], (shape.n_outputs * SAMPLED.itemsize,), np.uint8).view(SAMPLED)
+            samplers = self._samplers(shape)
+            for row in range(shape.n_outputs):
+                _choose(answers[row], rows[row], samplers[row])
+
+        self._submit(("sample", shape.sampling, shape.n_outputs, n_vocab), work)
+
+    def _samplers(self, shape: StepShape) -> NDArray[Any]:
+        from worker.cuda.sampler import SAMPLER
+
+        size = shape.n_outputs * SAMPLER.itemsize
+        return view(shape.inputs.samplers, (size,), np.uint8).view(SAMPLER)
+
+
+def _choose(answer: np.void, logits: NDArray[np.float32], sampler: np.void) -> None:
+    """The largest logit or the target, with log probabilities; biases, penalties and chance are the real kernel's."""
+    token = int(sampler["target"]) if sampler["target"] >= 0 else int(logits.argmax())
+    logprobs = logits - (logits.max() + np.log(np.exp(logits - logits.max(), dtype=np.float64).sum()))
+    n_top = int(sampler["n_top"])
+    answer["token"], answer["status"], answer["n_top"] = token, 0, max(0, n_top)
+    answer["logprob"] = logprobs[token]
+    best = np.argsort(-logits, kind="stable")[: max(0, n_top)]
+    answer["top_ids"][: len(best)] = best
+    answer["top_logprobs"][: len(best)] = logprobs[best]
+
+
+def _rows(rows: Rows, count: int) -> NDArray[np.float32]:
+    return view(rows.values, (count, rows.width))
+
+
+def _page(base: int, page: int, kv_heads: int, head_dim: int) -> NDArray[np.float16]:
+    """f16 [kv_heads, PAGE_TOKENS, head_dim]"""
+    values = kv_heads * PAGE_TOKENS * head_dim
+    return view(base + 2 * values * page, (kv_heads, PAGE_TOKENS, head_dim), np.float16)
+
+
+def _page_of(shape: StepShape, row: int, position: int) -> int:
+    sequence = int(view(shape.inputs.sequence_of_token, (shape.n_tokens,), np.int32)[row])
+    at = shape.inputs.page_tables + 4 * (sequence * shape.inputs.max_pages + position // PAGE_TOKENS)
+    return int(view(at, (1,), np.int32)[0])
+
+
+def _slots(shape: StepShape) -> list[tuple[int, int]]:
+    positions = view(shape.inputs.positions, (shape.n_tokens,), np.int32)
+    return [(_page_of(shape, row, int(p)), int(p) % PAGE_TOKENS) for row, p in enumerate(positions)]
+
+
+def _past(
+    shape: StepShape,
+    row: int,
+    past: NDArray[np.int64],
+    cache: KvLayerArrays,
+    kv_heads: int,
+    head_dim: int,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Keys and values f32 [len(past), kv_heads, head_dim] of a token's sequence."""
+    pages = [_page_of(shape, row, int(position)) for position in past]
+    found = []
+    for base in (cache.keys, cache.values):
+        rows = [
+            _page(base, page, kv_heads, head_dim)[:, int(position) % PAGE_TOKENS]
+            for page, position in zip(pages, past, strict=True)
+        ]
+        found.append(np.stack(rows).astype(np.float32))
+    return found[0], found[1]

@@ -1,0 +1,193 @@
+"""The GPU executor on a real device against the numpy reference, with tiny models.
+
+Tolerances: activations are rounded to 8 bits (decode) or 11 (prefill), keys and values to 11; on random weights of four
+layers that leaves about 1 % of the logits' spread, and random weights damp nothing. What is right is far inside 5 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.errors import EngineStartError
+from plans.placement import GPU_ONLY
+from tests.cuda.executors import (
+    GREEDY_WITH_TOP,
+    SPLIT,
+    decode,
+    generate,
+    load,
+    placement,
+    prompt,
+    reference_logits,
+    relative_error,
+    synthetic_model,
+)
+from worker.cuda.device import gpu_absence
+from worker.ops.batch import Batch
+from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch, StepCancelled
+from worker.runtime.gpu_executor import GpuExecutor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(gpu_absence() is not None, reason=f"no GPU: {gpu_absence()}"),
+    pytest.mark.filterwarnings("default"),  # CuPy and its CUDA libraries warn about themselves
+]
+TOLERANCE = 0.05
+N_VOCAB = 1024
+PAGES = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+
+@pytest.fixture(scope="module", params=["tiny-dense", "tiny-moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic_model(tmp_path_factory.mktemp("models"), request.param)
+
+
+@pytest.fixture(scope="module")
+def executor(model: Path) -> Iterator[GpuExecutor]:
+    loaded = load(model)
+    yield loaded
+    loaded.close()
+
+
+def _check(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
+    assert np.isfinite(actual).all(), (
+        f"{what}: {np.count_nonzero(~np.isfinite(actual))} logits are not finite"
+    )
+    error = relative_error(actual, expected)
+    per_row = [round(relative_error(a, e), 4) for a, e in zip(actual, expected, strict=True)]
+    assert error < TOLERANCE, f"{what}: relative error {error:.4f}, by row {per_row}"
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 9, 33, 64])
+def test_prefill_matches_the_reference(executor: GpuExecutor, model: Path, length: int) -> None:
+    batch = Batch.of_sequence(prompt(length, N_VOCAB), 0, PAGES[0], all_outputs=True)
+    _check(executor.logits(batch), reference_logits(model, [batch])[0], f"{model.stem}, {length} tokens")
+
+
+def test_later_chunks_and_decode_match_the_reference(executor: GpuExecutor, model: Path) -> None:
+    ids = prompt(80, N_VOCAB)
+    spans = [(0, 50), (50, 78), (78, 79), (79, 80)]
+    batches = [Batch.of_sequence(ids[a:b], a, PAGES[1], all_outputs=False) for a, b in spans]
+    for (a, b), batch, expected in zip(spans, batches, reference_logits(model, batches), strict=True):
+        _check(executor.logits(batch), expected, f"{model.stem}, tokens {a} to {b}")
+
+
+def test_mixed_batches_match_the_reference(executor: GpuExecutor, model: Path) -> None:
+    ids = prompt(40, N_VOCAB)
+    first = Batch.of_sequence(ids[:20], 0, PAGES[2], all_outputs=False)
+    mixed = Batch(
+        np.asarray([ids[20], *ids[:12]], np.int32),
+        np.asarray([20, *range(12)], np.int32),
+        np.asarray([0, 1, 13], np.int32),
+        np.asarray([PAGES[2], PAGES[3]], np.int32),
+        np.asarray([0, 5, 12], np.int32),
+    )
+    expected = reference_logits(model, [first, mixed])
+    executor.logits(first)
+    _check(executor.logits(mixed), expected[1], f"{model.stem}, one decoding beside a prompt of 12")
+
+
+def test_one_graph_launch_per_token(executor: GpuExecutor) -> None:
+    generate(executor, [prompt(5, N_VOCAB)], 3, PAGES[:1])
+    before = executor.counters.graph_launches
+    generate(executor, [prompt(5, N_VOCAB)], 9, PAGES[:1])
+    assert executor.counters.graph_launches - before == 8
+
+
+def test_greedy_output_repeats_and_does_not_depend_on_company(executor: GpuExecutor) -> None:
+    prompts = [prompt(12, N_VOCAB, seed) for seed in range(4)]
+    alone = [generate(executor, [ids], 12, PAGES[:1])[0] for ids in prompts]
+    again = [generate(executor, [ids], 12, PAGES[:1])[0] for ids in prompts]
+    assert alone == again
+    together = generate(executor, prompts, 12, PAGES)
+    same = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(alone, together, strict=True)]
+    assert sum(same) >= 36, f"of 12 tokens each, so many are those of a batch of one: {same}"
+
+
+def test_decode_of_several_sequences_matches_the_reference(executor: GpuExecutor, model: Path) -> None:
+    """Through the graphs: log probabilities of the best tokens, all four sequences in one step."""
+    prompts = [prompt(40, N_VOCAB, seed) for seed in range(4)]
+    for ids, pages in zip(prompts, PAGES, strict=True):
+        executor.logits(Batch.of_sequence(ids[:39], 0, pages, all_outputs=False))
+    for _ in range(2):  # op by op, then from the graph
+        answers = decode(executor, [[ids[39]] for ids in prompts], 39, PAGES, GREEDY_WITH_TOP)
+    for ids, pages, answer in zip(prompts, PAGES, answers, strict=True):
+        batch = Batch.of_sequence(ids, 0, pages, all_outputs=False)
+        logits = reference_logits(model, [batch])[0][0].astype(np.float64)
+        logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        tolerance = 4 * TOLERANCE * logits.std()
+        assert answer.logprob == pytest.approx(logprobs[answer.id], abs=tolerance)
+        assert [logprob for _, logprob in answer.top] == pytest.approx(
+            np.sort(logprobs)[::-1][:5], abs=tolerance
+        )
+
+
+def test_sampling_settings_reach_the_device(executor: GpuExecutor) -> None:
+    ids = prompt(6, N_VOCAB)
+    forced = Sampler(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 7, (17,), (100.0,), 0)
+    part = SequencePart(ids, 0, PAGES[0], (Output(5, forced),))
+    assert executor.run(StepBatch((part,), 6, 1), CancelFlag())[0].id == 17
+    asked = SequencePart(ids, 0, PAGES[0], (Output(2, target=5, top=3), Output(5, target=9)))
+    answers = executor.run(StepBatch((asked,), 6, 2), CancelFlag())
+    assert [answer.id for answer in answers] == [5, 9] and len(answers[0].top) == 3
+    drawn = [
+        [
+            generate(executor, [ids], 8, PAGES[:1], Sampler(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, seed))[0]
+            for seed in (1, 1, 2)
+        ]
+    ][0]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_cancelling_ends_a_chunk(executor: GpuExecutor) -> None:
+    cancel = CancelFlag()
+    cancel.set()
+    part = SequencePart(prompt(64, N_VOCAB), 0, PAGES[0], (Output(63, GREEDY_WITH_TOP),))
+    with pytest.raises(StepCancelled):
+        executor.run(StepBatch((part,), 64, 1), cancel)
+
+
+def test_copied_pages_hold_the_same(executor: GpuExecutor) -> None:
+    ids = prompt(33, N_VOCAB)
+    executor.logits(Batch.of_sequence(ids[:32], 0, [0, 1], all_outputs=False))
+    executor.copy_page(0, 9)
+    batches = [Batch.of_sequence(ids[32:], 32, pages, all_outputs=False) for pages in ([0, 1], [9, 10])]
+    assert np.array_equal(executor.logits(batches[0]), executor.logits(batches[1]))
+
+
+def test_a_split_model_matches_the_reference(model: Path) -> None:
+    try:
+        executor = load(model, placement(SPLIT))
+    except EngineStartError as error:
+        if "CPU kernels are missing" in str(error):
+            pytest.skip(str(error))
+        raise
+    ids = prompt(34, N_VOCAB)
+    batches = [Batch.of_sequence(ids[:33], 0, [0, 1], all_outputs=True)]
+    batches.append(Batch.of_sequence(ids[33:], 33, [0, 1], all_outputs=True))
+    for batch, expected in zip(batches, reference_logits(model, batches), strict=True):
+        _check(executor.logits(batch), expected, f"{model.stem} split")
+    executor.close()
+
+
+def test_q8_0_cache(model: Path) -> None:
+    executor = load(model, placement(GPU_ONLY, kv_type="q8_0"))
+    batches = [Batch.of_sequence(prompt(40, N_VOCAB), 0, [0, 1], all_outputs=True)]
+    batches.append(Batch.of_sequence([5], 40, [0, 1], all_outputs=True))
+    for batch, expected in zip(batches, reference_logits(model, batches), strict=True):
+        _check(executor.logits(batch), expected, f"{model.stem} q8_0")
+    executor.close()
+
+
+def test_memory_stays_below_the_cap(model: Path) -> None:
+    with pytest.raises(EngineStartError, match="gpu0 .* would need"):
+        load(model, placement(gpu_memory_mib=(100,)))
+    executor = load(model, placement(gpu_memory_mib=(1024,)))
+    need, taken = executor.models[0].need, executor.models[0].memory.taken
+    assert taken["weights"] == need.weights and taken["kv"] == need.kv
+    assert taken["workspace"] == pytest.approx(need.workspace, rel=0.01, abs=16384)
+    executor.close()

@@ -1,0 +1,307 @@
+"""The kernel seam's real side: calls the wrappers of the CUDA files with the addresses that lowering knows.
+
+Few rows (decode) are multiplied as 8-bit codes, many (prefill) as f16; norms, gated products and attention leave
+their result in the form that the step's matrices will read, so nothing is converted twice.
+"""
+
+from __future__ import annotations
+
+from worker.cuda import attention, ops, router, sampler
+from worker.cuda.attention import Heads, KvPointers, Rope, Scores, StepPointers
+from worker.cuda.device import Device
+from worker.cuda.driver import Launcher
+from worker.cuda.formats import GpuMatrix, planar_row_bytes
+from worker.cuda.kernel_set import KernelSet
+from worker.cuda.kv_cache import KvLayerArrays
+from worker.cuda.matmul_choice import Matmul, reads_codes
+from worker.cuda.memory import aligned
+from worker.cuda.ops import FileRows, Outputs
+from worker.cuda.repack import repack
+from worker.cuda.router import Router
+from worker.cuda.sampling import SamplingBuffers
+from worker.cuda.values import Rows, RowTable, StepShape
+from worker.ops.oplist import Op, OpKind, OpList
+
+_F16 = 1  # ggml's type id
+
+
+def _heads(ints: tuple[int, ...]) -> Heads:
+    return Heads(*ints[:3])
+
+
+def _attention_heads(oplist: OpList) -> set[Heads]:
+    return {_heads(op.ints) for op in oplist.ops if op.kind == OpKind.ATTENTION}
+
+
+def _routers(oplist: OpList) -> list[Op]:
+    return [op for op in oplist.ops if op.kind == OpKind.ROUTER]
+
+
+class CudaKernels(KernelSet):
+    """KernelSet on one device's compute stream. `pdl`: kernels may start while the one in front of them ends."""
+
+    def __init__(self, device: Device, launcher: Launcher | None = None, pdl: bool = True) -> None:
+        self.launcher = launcher or Launcher(device.ordinal, device.stream)
+        self.pdl = pdl
+        self._matmul = Matmul(self.launcher, pdl)
+        self._sampling: SamplingBuffers | None = None
+        self._attention_scratch = self._router_scratch = 0
+
+    def row_bytes(self, type_id: int, columns: int) -> int:
+        return planar_row_bytes(type_id, columns)
+
+    def lay_out(self, type_id: int, n_rows: int, columns: int, raw: int, target: int) -> None:
+        repack(self.launcher, type_id, columns, n_rows, raw, target)
+
+    def matrix(self, type_id: int, rows: int, columns: int, experts: int, address: int) -> GpuMatrix:
+        return GpuMatrix(type_id, rows, columns, address, experts)
+
+    def _scratch_parts(self, oplist: OpList, max_tokens: int, max_outputs: int) -> tuple[int, int, int]:
+        """Bytes for decode attention, the router and matrices; each keeps its own, because some counters persist."""
+        rows = min(max_tokens, max_outputs)
+        attended = max(
+            (
+                attention.decode_workspace_bytes(self.launcher, heads, rows)
+                for heads in _attention_heads(oplist)
+            ),
+            default=0,
+        )
+        routed = max((router.workspace_bytes(max_tokens, op.ints[0]) for op in _routers(oplist)), default=0)
+        return aligned(attended), aligned(routed), aligned(self._matmul.scratch_bytes(oplist, max_tokens))
+
+    def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:
+        return sum(self._scratch_parts(oplist, max_tokens, max_outputs))
+
+    def prepare(
+        self,
+        oplist: OpList,
+        max_tokens: int,
+        max_outputs: int,
+        scratch: int,
+        sampling: SamplingBuffers | None,
+    ) -> None:
+        attended, routed, _ = self._scratch_parts(oplist, max_tokens, max_outputs)
+        self._attention_scratch = scratch
+        self._router_scratch = scratch + attended
+        self._matmul.use_scratch(oplist, max_tokens, scratch + attended + routed)
+        self._sampling = sampling
+
+    def _forms(self, rows: int, out: Rows) -> Outputs:
+        """What a producer has to write of `out` in a step of so many rows."""
+        values = out.values if out.values_are_read or not out.codes else 0
+        if not out.codes:
+            return Outputs(values=out.values)
+        if reads_codes(rows):
+            return Outputs(values, 0, out.codes, out.scales, out.sums)
+        return Outputs(values, out.halves)
+
+    def embed(self, shape: StepShape, table: RowTable, out: Rows, scale: float) -> None:
+        rows = FileRows(table.type_id, table.address, table.row_bytes, table.columns)
+        ops.embed(
+            self.launcher, rows, shape.inputs.token_ids, shape.n_tokens, scale, out.values, pdl=self.pdl
+        )
+
+    def rms_norm(
+        self, rows: int, source: Rows, weight: int, out: Rows, eps: float, add: bool, shape: StepShape
+    ) -> None:
+        forms = Outputs(values=out.values) if add else self._forms(rows, out)
+        ops.rms_norm(
+            self.launcher, source.values, weight, rows, source.width, eps, forms, accumulate=add, pdl=self.pdl
+        )
+
+    def linear(
+        self,
+        rows: int,
+        source: Rows,
+        matrices: tuple[GpuMatrix, ...],
+        outs: tuple[Rows, ...],
+        biases: tuple[int, ...],
+        accumulate: bool,
+        scale: float,
+        softcap: float,
+        shape: StepShape,
+    ) -> None:
+        self._matmul.linear(rows, source, matrices, outs, biases, accumulate, scale, softcap)
+
+    def rope_store(
+        self,
+        shape: StepShape,
+        query: Rows,
+        key: Rows,
+        value: Rows,
+        q_norm: int,
+        k_norm: int,
+        frequencies: int,
+        ints: tuple[int, ...],
+        floats: tuple[float, ...],
+        cache: KvLayerArrays,
+    ) -> None:
+        rope = Rope(q_norm, k_norm, frequencies, ints[3], ints[4], floats[0], floats[1])
+        attention.rope_store(
+            self.launcher,
+            query.values,
+            key.values,
+            value.values,
+            shape.n_tokens,
+            _heads(ints),
+            rope,
+            _pointers(cache),
+            _step(shape),
+            pdl=self.pdl,
+        )
+
+    def attention(
+        self,
+        shape: StepShape,
+        query: Rows,
+        out: Rows,
+        ints: tuple[int, ...],
+        floats: tuple[float, ...],
+        cache: KvLayerArrays,
+    ) -> None:
+        heads, scores = _heads(ints), Scores(floats[0], floats[1], ints[6])
+        forms = self._forms(shape.n_tokens, out)
+        if shape.is_decode:
+            self._decode_attention(shape, query, heads, scores, forms, cache)
+            return
+        wanted = Outputs(values=out.values) if forms.codes else forms
+        attention.prefill_attention(
+            self.launcher,
+            query.values,
+            shape.inputs.tiles,
+            shape.n_tiles,
+            heads,
+            _pointers(cache),
+            _step(shape),
+            scores,
+            wanted,
+            pdl=self.pdl,
+        )
+        if forms.codes:  # so few rows that the matrices after it read codes
+            ops.convert(self.launcher, out.values, shape.n_tokens, out.width, forms, pdl=self.pdl)
+
+    def _decode_attention(
+        self,
+        shape: StepShape,
+        query: Rows,
+        heads: Heads,
+        scores: Scores,
+        forms: Outputs,
+        cache: KvLayerArrays,
+    ) -> None:
+        seen = min(shape.context_limit, scores.window or shape.context_limit)
+        plan = attention.plan_decode(self.launcher, heads, shape.n_tokens, seen)
+        attention.decode_attention(
+            self.launcher,
+            query.values,
+            shape.n_tokens,
+            heads,
+            _pointers(cache),
+            _step(shape),
+            scores,
+            plan,
+            self._attention_scratch,
+            forms,
+            pdl=self.pdl,
+        )
+
+    def glu(self, rows: int, gate: Rows, up: Rows, out: Rows, activation: int, shape: StepShape) -> None:
+        ops.glu(self.launcher, gate.values, up.values, rows, gate.width, activation, self._forms(rows, out))
+
+    def router(
+        self,
+        shape: StepShape,
+        source: Rows,
+        matrix: GpuMatrix,
+        bias: int,
+        ids: Rows,
+        weights: Rows,
+        ints: tuple[int, ...],
+        scale: float,
+    ) -> None:
+        n_experts, n_used, gating, normalize = ints
+        settings = Router(
+            matrix.pointer,
+            matrix.type_id == _F16,
+            bias,
+            n_experts,
+            n_used,
+            matrix.cols,
+            gating,
+            bool(normalize),
+            scale,
+        )
+        router.route(
+            self.launcher,
+            settings,
+            source.values,
+            shape.n_tokens,
+            ids.values,
+            weights.values,
+            self._router_scratch,
+            pdl=self.pdl,
+        )
+
+    def moe(
+        self,
+        shape: StepShape,
+        source: Rows,
+        ids: Rows,
+        weights: Rows,
+        stacks: tuple[GpuMatrix, GpuMatrix, GpuMatrix],
+        out: Rows,
+        activation: int,
+        accumulate: bool,
+    ) -> None:
+        self._matmul.moe(shape.n_tokens, source, ids, weights, stacks, out, activation, accumulate)
+
+    def select(self, shape: StepShape, source: Rows, out: Rows) -> None:
+        ops.select_rows(
+            self.launcher,
+            source.values,
+            shape.inputs.output_rows,
+            shape.n_outputs,
+            source.width,
+            out.values,
+            pdl=self.pdl,
+        )
+
+    def sample(self, shape: StepShape, logits: Rows, n_vocab: int) -> None:
+        sampling = self._sampling
+        if shape.sampling == "none" or sampling is None or not shape.n_outputs:
+            return
+        places = sampling.address_of
+        if shape.sampling == "greedy":
+            sampler.greedy(
+                self.launcher,
+                logits.values,
+                shape.n_outputs,
+                n_vocab,
+                places["tokens"],
+                sampling.workspace,
+                pdl=self.pdl,
+            )
+            return
+        sampler.sample(
+            self.launcher,
+            logits.values,
+            shape.n_outputs,
+            n_vocab,
+            shape.inputs.samplers,
+            places["history"],
+            places["bias_ids"],
+            places["bias_values"],
+            places["sampled"],
+            places["tokens"],
+            sampling.workspace,
+            pdl=self.pdl,
+        )
+
+
+def _pointers(cache: KvLayerArrays) -> KvPointers:
+    return KvPointers(cache.keys, cache.values, cache.key_scales, cache.value_scales)
+
+
+def _step(shape: StepShape) -> StepPointers:
+    inputs = shape.inputs
+    return StepPointers(inputs.positions, inputs.sequence_of_token, inputs.page_tables, inputs.max_pages)

@@ -1,0 +1,222 @@
+"""What the engine needs of a GPU: memory, copies, one stream and captured graphs; and the real one, through CuPy.
+
+Everything above this file takes a `Device`, so that a fake one in host memory can stand in for it in tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs.errors import EngineStartError
+
+ALIGNMENT_BYTES = 256
+_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
+_HOST_ALLOC_PORTABLE = 1
+
+
+class HostBuffer(Protocol):
+    """Pinned host memory: copies from and to it run at the full rate of the link, beside everything else."""
+
+    address: int
+    array: NDArray[np.uint8]
+
+    def close(self) -> None: ...
+
+
+class Graph(Protocol):
+    """A captured sequence of work."""
+
+    def launch(self) -> None: ...
+
+
+class Device(Protocol):
+    """One GPU and its one compute stream. Copies and launches are queued there unless a stream is named."""
+
+    ordinal: int
+    name: str
+    capability: int  # 75, 80, 90, ...
+    total_bytes: int
+    stream: int  # address of the compute stream
+
+    def free_bytes(self) -> int: ...
+
+    def allocate(self, size_bytes: int) -> int:
+        """Address of uninitialised memory. Raises EngineStartError when the device has no room."""
+        ...
+
+    def release(self, address: int) -> None: ...
+
+    def host_buffer(self, size_bytes: int) -> HostBuffer: ...
+
+    def new_stream(self) -> int: ...
+
+    def copy_in(self, target: int, source: int, size_bytes: int, stream: int | None = None) -> None: ...
+
+    def copy_out(self, target: int, source: int, size_bytes: int) -> None: ...
+
+    def copy_within(self, target: int, source: int, size_bytes: int) -> None: ...
+
+    def fill_zero(self, address: int, size_bytes: int) -> None: ...
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Wait for a stream, the compute stream where none is named."""
+        ...
+
+    def mark(self) -> Any:
+        """A mark in the compute stream, for `await_mark`."""
+        ...
+
+    def await_mark(self, mark: Any) -> None:
+        """Wait until all work queued before the mark has ended."""
+        ...
+
+    def capture(self, enqueue: Callable[[], None]) -> Graph:
+        """Record what `enqueue` queues on the compute stream, without running it."""
+        ...
+
+    def bind(self) -> None:
+        """Make the device current in the calling thread; each thread has to, once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def gpu_absence() -> str | None:
+    """Why no GPU can be used here, in one line; None when one can."""
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed (pip install 'placewright[cuda13]' or [cuda12])"
+    except Exception as error:  # a broken installation must not take the CPU engine along
+        return f"CuPy can not be loaded ({_first_line(error)})"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return f"CUDA does not answer ({_first_line(error)})"
+    return None if count > 0 else "there is no CUDA device"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class CudaDevice:
+    """A Device through CuPy's runtime calls: plain cudaMalloc, no pool, so that every byte is accounted for."""
+
+    def __init__(self, ordinal: int) -> None:
+        if (reason := gpu_absence()) is not None:
+            raise EngineStartError(f"gpu{ordinal} can not be used: {reason}")
+        import cupy
+
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        count = self._runtime.getDeviceCount()
+        if ordinal >= count:
+            raise EngineStartError(f"the plan uses gpu{ordinal}, this machine has {count} CUDA devices")
+        self._device = cupy.cuda.Device(ordinal)
+        self._device.use()
+        properties = self._runtime.getDeviceProperties(ordinal)
+        self.ordinal = ordinal
+        self.name: str = properties["name"].decode()
+        self.capability = int(properties["major"]) * 10 + int(properties["minor"])
+        self.n_processors = int(properties["multiProcessorCount"])
+        self._before_context_bytes, self.total_bytes = self._runtime.memGetInfo()
+        self._streams = [cupy.cuda.Stream(non_blocking=True)]
+        self.stream: int = self._streams[0].ptr
+
+    def bind(self) -> None:
+        self._device.use()
+
+    def free_bytes(self) -> int:
+        return int(self._runtime.memGetInfo()[0])
+
+    def allocate(self, size_bytes: int) -> int:
+        try:
+            return int(self._runtime.malloc(max(size_bytes, ALIGNMENT_BYTES)))
+        except self._runtime.CUDARuntimeError as error:
+            free = self.free_bytes()
+            raise EngineStartError(
+                f"gpu{self.ordinal} ({self.name}) has no room for {size_bytes / 2**20:,.0f} MiB more: "
+                f"{free / 2**20:,.0f} MiB are free; plan with a smaller --gpu-memory-mib or --ctx"
+            ) from error
+
+    def release(self, address: int) -> None:
+        self._runtime.free(address)
+
+    def host_buffer(self, size_bytes: int) -> HostBuffer:
+        return _PinnedBuffer(self._runtime, size_bytes)
+
+    def new_stream(self) -> int:
+        self._streams.append(self._cupy.cuda.Stream(non_blocking=True))
+        return int(self._streams[-1].ptr)
+
+    def copy_in(self, target: int, source: int, size_bytes: int, stream: int | None = None) -> None:
+        self._runtime.memcpyAsync(target, source, size_bytes, _TO_DEVICE, stream or self.stream)
+
+    def copy_out(self, target: int, source: int, size_bytes: int) -> None:
+        self._runtime.memcpyAsync(target, source, size_bytes, _TO_HOST, self.stream)
+
+    def copy_within(self, target: int, source: int, size_bytes: int) -> None:
+        self._runtime.memcpyAsync(target, source, size_bytes, _ON_DEVICE, self.stream)
+
+    def fill_zero(self, address: int, size_bytes: int) -> None:
+        self._runtime.memsetAsync(address, 0, size_bytes, self.stream)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        self._runtime.streamSynchronize(stream or self.stream)
+
+    def mark(self) -> Any:
+        event = self._cupy.cuda.Event(block=False, disable_timing=True)
+        event.record(self._streams[0])
+        return event
+
+    def await_mark(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def capture(self, enqueue: Callable[[], None]) -> Graph:
+        stream = self._streams[0]
+        stream.begin_capture()
+        try:
+            enqueue()
+        except BaseException:
+            self._abandon_capture(stream)
+            raise
+        graph = stream.end_capture()
+        graph.upload(stream)
+        return _CudaGraph(graph, stream)
+
+    def _abandon_capture(self, stream: Any) -> None:
+        """A stream left in capture mode would refuse everything later, so end it; its graph is not wanted."""
+        try:
+            stream.end_capture()
+        except self._runtime.CUDARuntimeError:
+            return
+
+    def close(self) -> None:
+        self._streams.clear()
+
+
+class _CudaGraph:
+    def __init__(self, graph: Any, stream: Any) -> None:
+        self._graph, self._stream = graph, stream
+
+    def launch(self) -> None:
+        self._graph.launch(self._stream)
+
+
+class _PinnedBuffer:
+    def __init__(self, runtime: Any, size_bytes: int) -> None:
+        self._runtime = runtime
+        self.address = int(runtime.hostAlloc(size_bytes, _HOST_ALLOC_PORTABLE))
+        memory = (ctypes.c_uint8 * size_bytes).from_address(self.address)
+        self.array: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self.array[:] = 0
+
+    def close(self) -> None:
+        address, self.address = self.address, 0
+        if address:
+            self._runtime.freeHost(address)

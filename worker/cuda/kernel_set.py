@@ -1,0 +1,116 @@
+"""The calls that lowering makes, one per kind of op: the seam between the op list and the CUDA kernels.
+
+`cuda_kernels.py` has the real ones. Tests put numpy behind the same seam, so lowering, graphs and the executor are
+checked against the reference without a GPU. Every call queues work on the device's compute stream and returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from worker.cuda.kv_cache import KvLayerArrays
+from worker.cuda.values import Rows, RowTable, StepShape
+from worker.ops.oplist import OpList
+
+Matrix = Any  # a matrix as the kernels laid it out; made by KernelSet.matrix
+
+
+class KernelSet(Protocol):
+    """Definitions of the ops: worker/cpu/pw_cpu.h (pw_op_kind) and worker/ops/reference.py."""
+
+    def row_bytes(self, type_id: int, columns: int) -> int:
+        """Device bytes of one laid-out row. Raises EngineStartError for a type without kernels."""
+        ...
+
+    def lay_out(self, type_id: int, n_rows: int, columns: int, raw: int, target: int) -> None:
+        """From file rows at `raw` to the kernels' rows at `target`."""
+        ...
+
+    def matrix(self, type_id: int, rows: int, columns: int, experts: int, address: int) -> Matrix:
+        """A handle on experts * rows laid-out rows at `address`."""
+        ...
+
+    def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:
+        """Zeroed bytes that `prepare` wants for steps of that size."""
+        ...
+
+    def prepare(self, oplist: OpList, max_tokens: int, max_outputs: int, scratch: int, sampling: Any) -> None:
+        """Take the scratch; called once, after the weights are laid out. `sampling`: SamplingBuffers or None."""
+        ...
+
+    def embed(self, shape: StepShape, table: RowTable, out: Rows, scale: float) -> None: ...
+
+    def rms_norm(
+        self, rows: int, source: Rows, weight: int, out: Rows, eps: float, add: bool, shape: StepShape
+    ) -> None:
+        """Also fills the form of `out` that matrices will want in a step of this shape."""
+        ...
+
+    def linear(
+        self,
+        rows: int,
+        source: Rows,
+        matrices: tuple[Matrix, ...],
+        outs: tuple[Rows, ...],
+        biases: tuple[int, ...],
+        accumulate: bool,
+        scale: float,
+        softcap: float,
+        shape: StepShape,
+    ) -> None: ...
+
+    def rope_store(
+        self,
+        shape: StepShape,
+        query: Rows,
+        key: Rows,
+        value: Rows,
+        q_norm: int,
+        k_norm: int,
+        frequencies: int,
+        ints: tuple[int, ...],
+        floats: tuple[float, ...],
+        cache: KvLayerArrays,
+    ) -> None:
+        """`ints` and `floats` are the op's own."""
+        ...
+
+    def attention(
+        self,
+        shape: StepShape,
+        query: Rows,
+        out: Rows,
+        ints: tuple[int, ...],
+        floats: tuple[float, ...],
+        cache: KvLayerArrays,
+    ) -> None: ...
+
+    def glu(self, rows: int, gate: Rows, up: Rows, out: Rows, activation: int, shape: StepShape) -> None: ...
+
+    def router(
+        self,
+        shape: StepShape,
+        source: Rows,
+        matrix: Matrix,
+        bias: int,
+        ids: Rows,
+        weights: Rows,
+        ints: tuple[int, ...],
+        scale: float,
+    ) -> None: ...
+
+    def moe(
+        self,
+        shape: StepShape,
+        source: Rows,
+        ids: Rows,
+        weights: Rows,
+        stacks: tuple[Matrix, Matrix, Matrix],
+        out: Rows,
+        activation: int,
+        accumulate: bool,
+    ) -> None: ...
+
+    def select(self, shape: StepShape, source: Rows, out: Rows) -> None: ...
+
+    def sample(self, shape: StepShape, logits: Rows, n_vocab: int) -> None: ...

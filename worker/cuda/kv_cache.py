@@ -1,0 +1,81 @@
+"""Keys and values on the device: pages of PAGE_TOKENS tokens, one pair of arrays per layer.
+
+Keys of a layer are f16 [page][kv_head][PAGE_TOKENS][head_dim], values the same. As q8_0 they are int8 codes of that
+shape with f16 scales [page][kv_head][PAGE_TOKENS][head_dim / 32] in arrays of their own. One page more than asked for
+takes the writes of the padding tokens in captured graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.cuda.memory import DeviceMemory, aligned
+from worker.ops.batch import PAGE_TOKENS
+from worker.ops.oplist import KvLayer
+
+GROUP = 32  # values that share a scale in q8_0
+
+
+@dataclass(frozen=True)
+class KvLayerArrays:
+    """Addresses of one layer's arrays; the scales are 0 in f16."""
+
+    keys: int
+    values: int
+    key_scales: int
+    value_scales: int
+    is_q8: bool
+    page_value_count: int  # of one array
+
+
+def layer_page_bytes(layer: KvLayer, kv_type: str) -> int:
+    """Bytes of one page of one layer, keys and values and scales."""
+    values = layer.n_kv_heads * PAGE_TOKENS * layer.head_dim
+    one = 2 * values if kv_type == "f16" else values + 2 * values // GROUP
+    return 2 * one
+
+
+def cache_bytes(layers: tuple[KvLayer, ...], kv_type: str, n_pages: int) -> int:
+    """What a DeviceKvCache of these takes of the device."""
+    total = 0
+    for layer in layers:
+        values = layer.n_kv_heads * PAGE_TOKENS * layer.head_dim * (n_pages + 1)
+        if kv_type == "f16":
+            total += 2 * aligned(2 * values)
+        else:
+            total += 2 * (aligned(values) + aligned(2 * values // GROUP))
+    return total
+
+
+class DeviceKvCache:
+    """`layers[i]` are the arrays of KV layer i; page `scratch_page` belongs to nobody."""
+
+    def __init__(self, memory: DeviceMemory, layers: tuple[KvLayer, ...], kv_type: str, n_pages: int) -> None:
+        self._device = memory.device
+        self.n_pages, self.scratch_page = n_pages, n_pages
+        self.layers = tuple(self._allocate(memory, layer, kv_type == "q8_0") for layer in layers)
+
+    def _allocate(self, memory: DeviceMemory, layer: KvLayer, is_q8: bool) -> KvLayerArrays:
+        """Zeroed: attention multiplies what was never written with a weight of 0, which NaN would survive."""
+        one_page = layer.n_kv_heads * PAGE_TOKENS * layer.head_dim
+        values = one_page * (self.n_pages + 1)
+        size_bytes = values if is_q8 else 2 * values
+        keys, stored_values = (memory.take("kv", size_bytes, zeroed=True) for _ in range(2))
+        scales = [0, 0]
+        if is_q8:
+            scales = [memory.take("kv", 2 * values // GROUP, zeroed=True) for _ in range(2)]
+        return KvLayerArrays(keys, stored_values, scales[0], scales[1], is_q8, one_page)
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """Queue the copy of a page, all layers."""
+        for layer in self.layers:
+            width_bytes = layer.page_value_count * (1 if layer.is_q8 else 2)
+            self._copy(layer.keys, source, destination, width_bytes)
+            self._copy(layer.values, source, destination, width_bytes)
+            if layer.is_q8:
+                scale_bytes = 2 * layer.page_value_count // GROUP
+                self._copy(layer.key_scales, source, destination, scale_bytes)
+                self._copy(layer.value_scales, source, destination, scale_bytes)
+
+    def _copy(self, base: int, source: int, destination: int, page_bytes: int) -> None:
+        self._device.copy_within(base + destination * page_bytes, base + source * page_bytes, page_bytes)

@@ -1,0 +1,224 @@
+"""From the op list to launches: a flat list of functions, each queueing the kernels of one op for a step's shape.
+
+Built once per model; a step runs the list top to bottom, eagerly or while a graph records it. No arithmetic and no
+decision about data in here: only which call with which addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from worker.cuda.kernel_set import KernelSet, Matrix
+from worker.cuda.kv_cache import DeviceKvCache
+from worker.cuda.memory import DeviceMemory, aligned
+from worker.cuda.values import Rows, RowTable, StepShape
+from worker.ops.oplist import Buffer, Op, OpKind, OpList
+
+GROUP = 32  # activations that share a scale
+_FLOAT_TYPES = ("F32", "F16", "BF16")
+_MATRIX_OPS = (OpKind.LINEAR, OpKind.ROUTER, OpKind.MOE)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """`enqueue(shape)` queues the op's kernels; cancellation is looked at where `layer` changes."""
+
+    kind: OpKind
+    layer: int
+    enqueue: Callable[[StepShape], None]
+
+
+@dataclass(frozen=True)
+class DeviceWeights:
+    """By index of the op list's weights: laid-out matrices, f32 vectors, tables of rows."""
+
+    matrices: dict[int, Matrix]
+    vectors: dict[int, int]
+    tables: dict[int, RowTable]
+
+
+def matrix_sources(oplist: OpList) -> set[int]:
+    """Buffers that matrices multiply, including the product that a MOE op makes of its own."""
+    return {op.inputs[0] for op in oplist.ops if op.kind in _MATRIX_OPS}
+
+
+def values_are_read(oplist: OpList, at: int, buffer: int) -> bool:
+    """Whether anything reads the f32 that op `at` leaves in `buffer`, before it is written again: all but quantised
+    matrices do.
+    """
+    for op in oplist.ops[at + 1 :]:
+        multiplies = op.kind in (OpKind.LINEAR, OpKind.MOE) and op.inputs[0] == buffer
+        if buffer in op.inputs and not (multiplies and _is_quantised(oplist, op)):
+            return True
+        if buffer in op.outputs:
+            return False
+    return False
+
+
+def _is_quantised(oplist: OpList, op: Op) -> bool:
+    tensors = [oplist.weights[index].tensor for index in op.weights]
+    return all(tensor is not None and tensor.type not in _FLOAT_TYPES for tensor in tensors)
+
+
+def buffer_bytes(oplist: OpList, max_tokens: int, max_outputs: int) -> int:
+    """What `allocate_buffers` takes."""
+    sources = matrix_sources(oplist)
+    return sum(
+        sum(_part_bytes(buffer, index in sources, max_outputs if buffer.is_output else max_tokens))
+        for index, buffer in enumerate(oplist.buffers)
+    )
+
+
+def _part_bytes(buffer: Buffer, is_source: bool, rows: int) -> list[int]:
+    """values, then codes, scales, sums and halves of a buffer that matrices multiply."""
+    values = rows * buffer.width
+    groups = rows * -(-buffer.width // GROUP)
+    parts = [4 * values] + ([values, 4 * groups, 4 * groups, 2 * values] if is_source else [])
+    return [aligned(part) for part in parts]
+
+
+def allocate_buffers(
+    oplist: OpList, memory: DeviceMemory, max_tokens: int, max_outputs: int
+) -> tuple[Rows, ...]:
+    """Room for every buffer, by index."""
+    sources = matrix_sources(oplist)
+    made = []
+    for index, buffer in enumerate(oplist.buffers):
+        rows = max_outputs if buffer.is_output else max_tokens
+        parts = _part_bytes(buffer, index in sources, rows)
+        address = memory.take("workspace", sum(parts), zeroed=True)
+        places = [address + sum(parts[:part]) for part in range(len(parts))]
+        values, *forms = places
+        made.append(Rows(values, buffer.width, *forms))
+    return tuple(made)
+
+
+class Lowering:
+    """Knows the addresses; makes one Launch per op."""
+
+    def __init__(
+        self,
+        oplist: OpList,
+        kernels: KernelSet,
+        buffers: tuple[Rows, ...],
+        weights: DeviceWeights,
+        cache: DeviceKvCache,
+    ) -> None:
+        self.oplist, self.kernels = oplist, kernels
+        self.buffers, self.weights, self.cache = buffers, weights, cache
+
+    def launches(self) -> tuple[Launch, ...]:
+        return tuple(
+            Launch(op.kind, op.layer, _LOWER[op.kind](self, op, index))
+            for index, op in enumerate(self.oplist.ops)
+        )
+
+    def inputs(self, op: Op) -> tuple[Rows, ...]:
+        return tuple(self.buffers[index] for index in op.inputs)
+
+    def outputs(self, op: Op) -> tuple[Rows, ...]:
+        return tuple(self.buffers[index] for index in op.outputs)
+
+    def vector(self, index: int) -> int:
+        return 0 if index < 0 else self.weights.vectors[index]
+
+    def product(self, op: Op, at: int) -> Rows:
+        """The one output of a norm, attention or gated product, with what its readers want of it."""
+        rows = self.buffers[op.outputs[0]]
+        return replace(rows, values_are_read=values_are_read(self.oplist, at, op.outputs[0]))
+
+    def matrices(self, op: Op) -> tuple[Matrix, ...]:
+        return tuple(self.weights.matrices[index] for index in op.weights)
+
+    def is_output(self, buffer: int) -> bool:
+        return self.oplist.buffers[buffer].is_output
+
+
+Enqueue = Callable[[StepShape], None]
+
+
+def _rows_of(lowering: Lowering, buffer: int) -> Callable[[StepShape], int]:
+    """How many rows an op on this buffer has: those of the outputs or those of the tokens."""
+    if lowering.is_output(buffer):
+        return lambda shape: shape.n_outputs
+    return lambda shape: shape.n_tokens
+
+
+def _embed(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    table, (out,), scale = lowering.weights.tables[op.weights[0]], lowering.outputs(op), op.floats[0]
+    return lambda shape: lowering.kernels.embed(shape, table, out, scale)
+
+
+def _rms_norm(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    (source,), out, weight = lowering.inputs(op), lowering.product(op, at), lowering.vector(op.weights[0])
+    rows, eps, add = _rows_of(lowering, op.inputs[0]), op.floats[0], bool(op.ints[0])
+    return lambda shape: lowering.kernels.rms_norm(rows(shape), source, weight, out, eps, add, shape)
+
+
+def _linear(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    (source,), outs, matrices = lowering.inputs(op), lowering.outputs(op), lowering.matrices(op)
+    biases = tuple(lowering.vector(index) for index in op.biases)
+    rows, accumulate, (scale, softcap) = _rows_of(lowering, op.inputs[0]), bool(op.ints[1]), op.floats
+    return lambda shape: lowering.kernels.linear(
+        rows(shape), source, matrices, outs, biases, accumulate, scale or 1.0, softcap, shape
+    )
+
+
+def _rope_store(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    query, key, value = lowering.inputs(op)
+    q_norm, k_norm, frequencies = (lowering.vector(index) for index in op.weights)
+    cache = lowering.cache.layers[op.ints[5]]
+    return lambda shape: lowering.kernels.rope_store(
+        shape, query, key, value, q_norm, k_norm, frequencies, op.ints, op.floats, cache
+    )
+
+
+def _attention(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    (query,), out, cache = lowering.inputs(op), lowering.product(op, at), lowering.cache.layers[op.ints[5]]
+    return lambda shape: lowering.kernels.attention(shape, query, out, op.ints, op.floats, cache)
+
+
+def _glu(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    (gate, up), out, activation = lowering.inputs(op), lowering.product(op, at), op.ints[0]
+    rows = _rows_of(lowering, op.inputs[0])
+    return lambda shape: lowering.kernels.glu(rows(shape), gate, up, out, activation, shape)
+
+
+def _router(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    (source,), (ids, weights), (matrix,) = lowering.inputs(op), lowering.outputs(op), lowering.matrices(op)
+    bias, scale = lowering.vector(op.biases[0]), op.floats[0]
+    return lambda shape: lowering.kernels.router(shape, source, matrix, bias, ids, weights, op.ints, scale)
+
+
+def _moe(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    (source, ids, weights), (out,) = lowering.inputs(op), lowering.outputs(op)
+    gate, up, down = lowering.matrices(op)
+    activation, accumulate = op.ints[0], bool(op.ints[2])
+    return lambda shape: lowering.kernels.moe(
+        shape, source, ids, weights, (gate, up, down), out, activation, accumulate
+    )
+
+
+def _select(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    (source,), (out,) = lowering.inputs(op), lowering.outputs(op)
+    return lambda shape: lowering.kernels.select(shape, source, out)
+
+
+def _sample(lowering: Lowering, op: Op, at: int) -> Enqueue:
+    (logits,), n_vocab = lowering.inputs(op), op.ints[0]
+    return lambda shape: lowering.kernels.sample(shape, logits, n_vocab)
+
+
+_LOWER: dict[OpKind, Callable[[Lowering, Op, int], Enqueue]] = {
+    OpKind.EMBED: _embed,
+    OpKind.RMS_NORM: _rms_norm,
+    OpKind.LINEAR: _linear,
+    OpKind.ROPE_STORE: _rope_store,
+    OpKind.ATTENTION: _attention,
+    OpKind.GLU: _glu,
+    OpKind.ROUTER: _router,
+    OpKind.MOE: _moe,
+    OpKind.SELECT: _select,
+    OpKind.SAMPLE: _sample,
+}

@@ -1,0 +1,73 @@
+"""The values that lowering hands to the kernels: addresses on the device with their shapes. No CUDA in here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Sampling = Literal["none", "greedy", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One buffer of the op list: `values` is f32 [rows, width].
+
+    Buffers that matrices multiply also have room for their rows in the forms that kernels want: int8 `codes`
+    [rows, width] with f32 `scales` and `sums` [rows, width / 32] for few rows, f16 `halves` [rows, width] for many.
+    Which form is filled is the producing kernel's affair; 0 is no such form. `values_are_read`: something else than
+    a matrix wants the f32 too.
+    """
+
+    values: int
+    width: int
+    codes: int = 0
+    scales: int = 0
+    sums: int = 0
+    halves: int = 0
+    values_are_read: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """Rows of a file's matrix in file order, for looking up embeddings."""
+
+    type_id: int
+    columns: int
+    address: int
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputAddresses:
+    """Where a step's metadata lies on the device, int32 where not said.
+
+    `token_ids`, `positions`, `sequence_of_token` [n_tokens]; `output_rows` [n_outputs]; `samplers`: records of
+    `sampler.SAMPLER` [n_outputs]; `tiles` [n_tiles, 4] for prefill attention; `page_tables` [n_sequences, max_pages].
+    """
+
+    token_ids: int
+    positions: int
+    sequence_of_token: int
+    output_rows: int
+    samplers: int
+    tiles: int
+    page_tables: int
+    max_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a launch needs to know of a step. A captured graph serves every step of one shape.
+
+    `context_limit`: no position of the step is at or beyond it. `is_decode`: one token and one output a sequence.
+    `n_tiles`: of prefill attention, 0 in decode. `sampling`: how the outputs become tokens; "none" leaves the logits.
+    """
+
+    n_tokens: int
+    n_sequences: int
+    n_outputs: int
+    context_limit: int
+    is_decode: bool
+    inputs: InputAddresses
+    n_tiles: int = 0
+    sampling: Sampling = "full"

@@ -1,0 +1,151 @@
+"""Which tensors of a model become what on the device, how many bytes that is, and bringing them there.
+
+Matrices are laid out by the kernels, row by row; rows that are looked up stay in file order; vectors are f32. All
+matrices lie in one allocation in the order in which a pass reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans.units import TensorRef
+from worker.cuda.kernel_set import KernelSet
+from worker.cuda.lowering import DeviceWeights
+from worker.cuda.memory import DeviceMemory, aligned
+from worker.cuda.upload import RAW_BUFFERS, Part, Progress, Uploader, raw_buffer_bytes
+from worker.cuda.values import RowTable
+from worker.model.gguf import ModelFile
+from worker.model.quants import dequantize
+from worker.model.types import BY_NAME
+from worker.ops.oplist import OpKind, OpList, Weight
+
+PART_BYTES = 64 << 20  # of the file; what is laid out at once
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """Offsets from the start of the one allocation, by index of the op list's weights."""
+
+    matrices: dict[int, int]
+    tables: dict[int, int]
+    vectors: dict[int, int]
+    total_bytes: int
+
+
+def plan_weights(oplist: OpList, kernels: KernelSet) -> WeightPlan:
+    """Places for everything the op list reads. Raises EngineStartError for a type without kernels."""
+    looked_up = {op.weights[0] for op in oplist.ops if op.kind == OpKind.EMBED}
+    plan = WeightPlan({}, {}, {}, 0)
+    end = 0
+    for index, weight in enumerate(oplist.weights):
+        tensor = weight.tensor
+        for places, size_bytes in (
+            (plan.matrices, _matrix_bytes(tensor, kernels) if weight.packed and tensor else 0),
+            (plan.tables, tensor.bytes if index in looked_up and tensor else 0),
+            (plan.vectors, 4 * _vector_length(weight) if is_vector(weight) else 0),
+        ):
+            if size_bytes:
+                places[index] = end
+                end += aligned(size_bytes)
+    return WeightPlan(plan.matrices, plan.tables, plan.vectors, end)
+
+
+def is_vector(weight: Weight) -> bool:
+    return weight.tensor is None or len(weight.tensor.shape) == 1
+
+
+def _vector_length(weight: Weight) -> int:
+    return len(weight.constant) if weight.tensor is None else weight.tensor.columns
+
+
+def _matrix_bytes(tensor: TensorRef, kernels: KernelSet) -> int:
+    row_bytes = kernels.row_bytes(BY_NAME[tensor.type].id, tensor.columns)
+    return tensor.experts * tensor.rows * row_bytes
+
+
+def load_weights(
+    file: ModelFile,
+    oplist: OpList,
+    kernels: KernelSet,
+    memory: DeviceMemory,
+    readers: int,
+    progress: Progress,
+) -> DeviceWeights:
+    """Everything on the device. Raises OSError when the file changes meanwhile, EngineStartError without room."""
+    plan = plan_weights(oplist, kernels)
+    base = memory.take("weights", plan.total_bytes)
+    parts: list[Part] = []
+    for index, offset in sorted(plan.matrices.items(), key=lambda item: item[1]):
+        parts += _matrix_parts(_tensor(oplist, index), kernels, base + offset)
+    for index, offset in plan.tables.items():
+        tensor = _tensor(oplist, index)
+        parts.append(Part(tensor.file_index, tensor.offset_bytes, tensor.bytes, base + offset))
+    _upload_vectors(file, oplist, plan, base, memory)
+    with memory.borrow("upload", RAW_BUFFERS * raw_buffer_bytes(parts)) as raw:
+        Uploader(memory.device, [str(path) for path in file.paths], parts, raw).run(readers, progress)
+    return _handles(oplist, kernels, plan, base)
+
+
+def _tensor(oplist: OpList, index: int) -> TensorRef:
+    tensor = oplist.weights[index].tensor
+    assert tensor is not None
+    return tensor
+
+
+def _matrix_parts(tensor: TensorRef, kernels: KernelSet, target: int) -> list[Part]:
+    """Row ranges of a matrix or of a whole stack, whose experts follow each other in file and on the device."""
+    type_id, columns = BY_NAME[tensor.type].id, tensor.columns
+    n_rows = tensor.rows * tensor.experts
+    file_row_bytes, row_bytes = tensor.bytes // n_rows, kernels.row_bytes(type_id, columns)
+    step = max(1, PART_BYTES // file_row_bytes)
+    parts = []
+    for begin in range(0, n_rows, step):
+        count = min(step, n_rows - begin)
+        offset = tensor.offset_bytes + begin * file_row_bytes
+        place = target + begin * row_bytes
+
+        def lay_out(raw: int, count: int = count, place: int = place) -> None:
+            kernels.lay_out(type_id, count, columns, raw, place)
+
+        parts.append(Part(tensor.file_index, offset, count * file_row_bytes, lay_out=lay_out))
+    return parts
+
+
+def _upload_vectors(
+    file: ModelFile, oplist: OpList, plan: WeightPlan, base: int, memory: DeviceMemory
+) -> None:
+    """They are small: gathered in one pinned block, one copy each."""
+    sizes = {index: aligned(4 * _vector_length(oplist.weights[index])) for index in plan.vectors}
+    host = memory.device.host_buffer(max(1, sum(sizes.values())))
+    at = 0
+    for index, offset in plan.vectors.items():
+        values = vector_values(file, oplist.weights[index])
+        host.array[at : at + values.nbytes] = values.view(np.uint8)
+        memory.device.copy_in(base + offset, host.address + at, values.nbytes)
+        at += sizes[index]
+    memory.device.synchronize()
+    host.close()
+
+
+def vector_values(file: ModelFile, weight: Weight) -> NDArray[np.float32]:
+    if weight.tensor is None:
+        return np.asarray(weight.constant, np.float32)
+    stored = file.tensor_bytes(weight.tensor.name)
+    return np.array(dequantize(weight.tensor.type, stored, weight.tensor.shape), np.float32).reshape(-1)
+
+
+def _handles(oplist: OpList, kernels: KernelSet, plan: WeightPlan, base: int) -> DeviceWeights:
+    matrices, tables = {}, {}
+    for index, offset in plan.matrices.items():
+        tensor = _tensor(oplist, index)
+        type_id = BY_NAME[tensor.type].id
+        matrices[index] = kernels.matrix(type_id, tensor.rows, tensor.columns, tensor.experts, base + offset)
+    for index, offset in plan.tables.items():
+        tensor = _tensor(oplist, index)
+        row_bytes = tensor.bytes // tensor.rows
+        tables[index] = RowTable(BY_NAME[tensor.type].id, tensor.columns, base + offset, row_bytes)
+    vectors = {index: base + offset for index, offset in plan.vectors.items()}
+    return DeviceWeights(matrices, vectors, tables)

@@ -1,0 +1,130 @@
+"""The two kinds of sections of a split pass: a run of layers on a GPU, a run of layers on the CPU.
+
+They exchange the residual stream through one pinned buffer on the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.cuda.gpu_step import Counters, Exchange, GpuStep
+from worker.cuda.model import DeviceModel
+from worker.cuda.step_inputs import StepInputs
+from worker.cuda.values import StepShape
+from worker.ops.oplist import OpKind
+from worker.ops.sections import RESIDUAL
+from worker.runtime.executor import CancelFlag, SampledToken, StepBatch, StepCancelled
+from worker.runtime.gpu_batch import PreparedStep, read_answers
+from worker.runtime.step import NativeExecutor
+
+
+class ResidualBuffer:
+    """Pinned f32 [max_tokens, n_embd]: the residual stream on its way from one section to the next."""
+
+    def __init__(self, model: DeviceModel, max_tokens: int, n_embd: int) -> None:
+        self._host = model.device.host_buffer(4 * max_tokens * n_embd)
+        self.address, self.row_bytes = self._host.address, 4 * n_embd
+        self.rows: NDArray[np.float32] = self._host.array.view(np.float32).reshape(max_tokens, n_embd)
+
+    def close(self) -> None:
+        self._host.close()
+
+
+class SectionRunner(Protocol):
+    """Runs one section; answers are those of the section with the head, None from the others."""
+
+    counters: Counters
+
+    def run(
+        self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag
+    ) -> list[SampledToken] | None: ...
+
+
+class GpuSection:
+    """Launches [begin, end) of a device's model. `receives` and `sends` the residual where it is not at an end."""
+
+    def __init__(
+        self,
+        model: DeviceModel,
+        begin: int,
+        end: int,
+        residual: ResidualBuffer | None,
+        receives: bool,
+        sends: bool,
+    ) -> None:
+        self.model = model
+        launches = model.launches[begin:end]
+        self._residual, self._receives, self._sends = residual, receives, sends
+        self._has_head = any(launch.kind == OpKind.SAMPLE for launch in launches)
+        self._step = GpuStep(model.device, launches, Exchange(self._before, self._after))
+        self._inputs: StepInputs = model.prefill_inputs
+
+    @property
+    def counters(self) -> Counters:
+        return self._step.counters
+
+    def _before(self, shape: StepShape) -> None:
+        self._inputs.upload(shape.n_sequences)
+        if self._receives and self._residual is not None:
+            size_bytes = shape.n_tokens * self._residual.row_bytes
+            self.model.device.copy_in(self.model.buffer(RESIDUAL).values, self._residual.address, size_bytes)
+
+    def _after(self, shape: StepShape) -> None:
+        if self._sends and self._residual is not None:
+            size_bytes = shape.n_tokens * self._residual.row_bytes
+            self.model.device.copy_out(self._residual.address, self.model.buffer(RESIDUAL).values, size_bytes)
+        if self._has_head and self.model.sampling is not None:
+            self.model.sampling.fetch(shape)
+
+    def run(self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken] | None:
+        """Raises StepCancelled, StepFailed for logits that can not be used."""
+        self.model.device.bind()
+        shape = self._localised(prepared)
+        if self._has_head and self.model.sampling is not None:
+            self.model.sampling.upload_pools(prepared.n_history, prepared.n_biases)
+        if shape.is_decode:
+            self._step.decode(shape)
+        elif not self._step.eager(shape, cancel.is_set):
+            raise StepCancelled("the step was cancelled")
+        if not self._has_head or self.model.sampling is None or not prepared.outputs:
+            return None
+        return None if shape.sampling == "none" else read_answers(prepared, self.model.sampling)
+
+    def _localised(self, prepared: PreparedStep) -> StepShape:
+        """The shape with this device's addresses; another device's inputs are copied over."""
+        shape = prepared.shape
+        self._inputs = self.model.decode_inputs if shape.is_decode else self.model.prefill_inputs
+        if self._inputs is prepared.inputs:
+            return shape
+        self._inputs.copy_from(prepared.inputs)
+        return replace(shape, inputs=self._inputs.addresses)
+
+
+class CpuSection:
+    """A native executor over the section's ops."""
+
+    def __init__(
+        self, executor: NativeExecutor, residual: ResidualBuffer, receives: bool, sends: bool
+    ) -> None:
+        self.executor, self.counters = executor, Counters()
+        self._residual, self._receives, self._sends = residual, receives, sends
+        self._has_head = any(op.kind == OpKind.SAMPLE for op in executor.oplist.ops)
+        self._rows = executor.step.buffer_view(executor.oplist.buffer_index(RESIDUAL))
+
+    def run(self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken] | None:
+        count = batch.n_tokens
+        if self._receives:
+            _copy_rows(self._rows, self._residual.rows, count)
+        answers = self.executor.run(batch, cancel)
+        if self._sends:
+            _copy_rows(self._residual.rows, self._rows, count)
+        return answers if self._has_head else None
+
+
+def _copy_rows(target: NDArray[np.float32], source: NDArray[np.float32], count: int) -> None:
+    ctypes.memmove(target.ctypes.data, source.ctypes.data, count * target.shape[1] * 4)

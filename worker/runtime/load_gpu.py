@@ -1,0 +1,180 @@
+"""From a model file and a placement with GPUs to an executor: cut the op list by device, load each part, warm up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from configs.errors import EngineStartError
+from plans.placement import Placement
+from worker.cuda.attention import Heads, prefill_tile_rows
+from worker.cuda.cuda_kernels import CudaKernels
+from worker.cuda.device import CudaDevice, Device
+from worker.cuda.gpu_step import BUCKETS, bucket_for
+from worker.cuda.kernel_set import KernelSet
+from worker.cuda.model import DeviceModel, StepLimits
+from worker.cuda.upload import MOST_READERS, Progress
+from worker.model.describe import describe_file
+from worker.model.gguf import ModelFile, open_model
+from worker.ops.batch import PAGE_TOKENS
+from worker.ops.lower import lower
+from worker.ops.oplist import OpKind, OpList
+from worker.ops.sections import RESIDUAL, Section, cut, restrict
+from worker.runtime.gpu_batch import BatchWriter
+from worker.runtime.gpu_executor import GpuExecutor
+from worker.runtime.gpu_sections import CpuSection, GpuSection, ResidualBuffer, SectionRunner
+from worker.runtime.load import native_executor, page_bytes, page_count
+from worker.runtime.step import NativeExecutor
+
+logger = logging.getLogger(__name__)
+DeviceFactory = Callable[[int], Device]
+KernelFactory = Callable[[Device], KernelSet]
+
+
+def _silent(phase: str, done_bytes: int, total_bytes: int) -> None:
+    pass
+
+
+def load_gpu(
+    model_path: str | Path,
+    placement: Placement,
+    *,
+    max_outputs: int,
+    progress: Progress = _silent,
+    make_device: DeviceFactory = CudaDevice,
+    make_kernels: KernelFactory = CudaKernels,
+) -> GpuExecutor:
+    """Raises ModelFileError for the file, EngineStartError for devices that are missing or too small."""
+    started = time.monotonic()
+    file = open_model(model_path)
+    units = describe_file(file).units
+    oplist = lower(units)
+    sections = cut(oplist, units, placement)
+    n_pages = page_count(placement, page_bytes(oplist, placement.kv_type))
+    loader = _Loader(file, oplist, placement, n_pages, max_outputs, progress)
+    models = {
+        name: loader.device_model(name, sections, make_device, make_kernels)
+        for name in sorted({section.device for section in sections if section.device != "cpu"})
+    }
+    if not models:
+        raise EngineStartError(
+            "no unit of this model matches the placement's GPUs; run `placewright plan` again"
+        )
+    executor = loader.executor(models, sections)
+    executor.warm_up(min(placement.max_sequences, BUCKETS[-1]))
+    executor.load_s = time.monotonic() - started
+    progress("ready", 1, 1)
+    return executor
+
+
+class _Loader:
+    """What all parts of one load have in common."""
+
+    def __init__(
+        self,
+        file: ModelFile,
+        oplist: OpList,
+        placement: Placement,
+        n_pages: int,
+        max_outputs: int,
+        progress: Progress,
+    ) -> None:
+        self.file, self.oplist, self.placement = file, oplist, placement
+        self.n_pages, self.progress = n_pages, progress
+        self.limits = step_limits(placement, max_outputs)
+
+    def device_model(
+        self,
+        name: str,
+        sections: tuple[Section, ...],
+        make_device: DeviceFactory,
+        make_kernels: KernelFactory,
+    ) -> DeviceModel:
+        own = tuple(
+            op
+            for section in sections
+            if section.device == name
+            for op in self.oplist.ops[section.begin : section.end]
+        )
+        device = make_device(int(name.removeprefix("gpu")))
+        return DeviceModel(
+            device,
+            make_kernels,
+            self.file,
+            restrict(self.oplist, own),
+            self.limits,
+            self.placement.kv_type,
+            self.n_pages,
+            self.placement.gpu_cap_bytes(device.ordinal),
+            min(MOST_READERS, len(os.sched_getaffinity(0))),
+            self.progress,
+        )
+
+    def executor(self, models: dict[str, DeviceModel], sections: tuple[Section, ...]) -> GpuExecutor:
+        first = next(iter(models.values()))
+        residual = None
+        if len(sections) > 1:
+            width = self.oplist.buffers[self.oplist.buffer_index(RESIDUAL)].width
+            residual = ResidualBuffer(first, self.limits.max_tokens, width)
+        runners, used = [], dict.fromkeys(models, 0)
+        for index, section in enumerate(sections):
+            ends = (index > 0, index + 1 < len(sections))
+            if section.device == "cpu":
+                assert residual is not None
+                runners.append(self._cpu_section(section, residual, *ends))
+                continue
+            begin = used[section.device]
+            used[section.device] = end = begin + section.end - section.begin
+            runners.append(GpuSection(models[section.device], begin, end, residual, *ends))
+        return self._assemble(models, tuple(runners), residual)
+
+    def _cpu_section(
+        self, section: Section, residual: ResidualBuffer, receives: bool, sends: bool
+    ) -> SectionRunner:
+        ops = self.oplist.ops[section.begin : section.end]
+        native: NativeExecutor = native_executor(
+            self.file,
+            restrict(self.oplist, ops),
+            self.placement,
+            n_pages=self.n_pages,
+            max_outputs=self.limits.max_outputs,
+            progress=self.progress,
+        )
+        return CpuSection(native, residual, receives, sends)
+
+    def _assemble(
+        self,
+        models: dict[str, DeviceModel],
+        runners: tuple[SectionRunner, ...],
+        residual: ResidualBuffer | None,
+    ) -> GpuExecutor:
+        first = next(iter(models.values()))
+        writer = BatchWriter(
+            first.decode_inputs, first.prefill_inputs, tile_rows_of(self.oplist), first.cache.scratch_page
+        )
+        return GpuExecutor(
+            tuple(models.values()), runners, writer, residual, self.n_pages, self.limits.max_outputs
+        )
+
+
+def step_limits(placement: Placement, max_outputs: int) -> StepLimits:
+    """Room for the plan's steps and for the padding of the largest decode bucket that they use."""
+    bucket = bucket_for(min(placement.max_sequences, BUCKETS[-1]))
+    assert bucket is not None
+    return StepLimits(
+        max_tokens=max(placement.ubatch_tokens, placement.max_sequences, bucket),
+        max_sequences=placement.max_sequences + 1,  # one more for a score request
+        max_outputs=max(max_outputs, bucket),
+        context_length_tokens=placement.context_length_tokens,
+        max_pages=-(-placement.context_length_tokens // PAGE_TOKENS) + 1,
+        decode_bucket=bucket,
+    )
+
+
+def tile_rows_of(oplist: OpList) -> int:
+    """Query rows of a tile of prefill attention, right for every layer."""
+    shapes = {op.ints[:3] for op in oplist.ops if op.kind == OpKind.ATTENTION}
+    return min((prefill_tile_rows(Heads(*shape)) for shape in shapes), default=64)
