@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import sys
 
-import typer
-
 from configs.errors import PlacewrightError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import typer
 
 INTERRUPTED = 130
 
 
 def make_app() -> typer.Typer:
-    """All commands. Imported here, where Ctrl-C during the half second of importing ends cleanly too."""
+    """All commands. Everything large is imported here, so that Ctrl-C while importing ends cleanly too."""
+    import typer
+
     import planner.cli
     import server.cli
 
@@ -23,6 +27,7 @@ def make_app() -> typer.Typer:
         name="placewright",
         help="Measures how a GGUF model runs fastest on this machine, saves that as a plan, and serves it.",
         no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
         add_completion=False,
         pretty_exceptions_enable=False,
     )

@@ -1,9 +1,17 @@
-"""Data, cache and settings folders. The only file that builds a path from the environment."""
+"""Data, cache and settings folders. The only file that builds a path from the environment.
+
+Paths that a person names are read through `read_text_file`, folders are made by `usable_folder`: both say what is
+wrong before any work is lost to it.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
+
+from configs.errors import SettingsError
 
 APPLICATION = "placewright"
 
@@ -32,7 +40,40 @@ def logs_folder() -> Path:
     return cache_folder() / "logs"
 
 
+def named_settings_file() -> Path | None:
+    """The file that `$PLACEWRIGHT_CONFIG` names; None where it names none."""
+    named = os.environ.get("PLACEWRIGHT_CONFIG", "")
+    return Path(named) if named else None
+
+
 def settings_file() -> Path:
     """`$PLACEWRIGHT_CONFIG`, else `placewright.toml` in the settings folder."""
-    named = os.environ.get("PLACEWRIGHT_CONFIG", "")
-    return Path(named) if named else _base("XDG_CONFIG_HOME", ".config") / "placewright.toml"
+    return named_settings_file() or _base("XDG_CONFIG_HOME", ".config") / "placewright.toml"
+
+
+def usable_folder(folder: Path, variable: str) -> Path:
+    """`folder`, made where it was missing. Raises SettingsError, naming `variable`, where files can not be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise SettingsError(
+            f"can not write to {folder}: {error.strerror}; check permissions and space, or point {variable} elsewhere"
+        ) from error
+    return folder
+
+
+def read_text_file(path: Path) -> str:
+    """UTF-8 text of a regular file. Raises OSError, also for a FIFO or a device, which could keep us for ever."""
+    kind = os.stat(path).st_mode
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(kind):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return path.read_text(encoding="utf-8")
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    """What went wrong without Python's decoration: `No such file or directory`."""
+    return getattr(error, "strerror", None) or str(error)

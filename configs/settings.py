@@ -16,15 +16,17 @@ from pydantic_core import ErrorDetails
 from configs import paths
 from configs.errors import SettingsError
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+TomlArray = Field(strict=False)  # TOML has lists only; a strict tuple would refuse them
+Names = Annotated[tuple[Annotated[str, Field(strict=True)], ...], TomlArray]
 
 
 class Section(BaseModel):
-    """A table of the settings file: frozen, and closed to unknown keys."""
+    """A table of the settings file: frozen, closed to unknown keys, and `true` is no number."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class SamplingDefaults(Section):
@@ -43,7 +45,7 @@ class ServeSettings(Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8090
     api_key: str | None = None  # None: any key is accepted
-    cors_origins: tuple[str, ...] = ()  # besides pages served from this machine; "*" admits every page
+    cors_origins: Names = ()  # besides pages served from this machine; "*" admits every page
     strict_model_names: bool = False  # True: a request for another model's name is a 404
     max_waiting_requests: Annotated[int, Field(ge=0)] = 64  # beyond those the engine runs at a time
     max_open_requests: Count = 256  # of any kind, streams included
@@ -62,8 +64,8 @@ class PlanSettings(Section):
     tuning_budget_s: Positive = 600.0
     context_length_tokens: Count = 4096
     concurrency: Count = 1
-    kv_types: tuple[Literal["f16", "q8_0"], ...] = ("f16",)
-    engines: tuple[str, ...] = ("native",)
+    kv_types: Annotated[tuple[Literal["f16", "q8_0"], ...], TomlArray, Field(min_length=1)] = ("f16",)
+    engines: Annotated[Names, Field(min_length=1)] = ("native",)
     host_memory_mib: Count | None = None  # None: what is free less the margin
     host_memory_margin_mib: Annotated[int, Field(ge=0)] = 1024
     gpu_memory_mib: Count | None = None
@@ -88,11 +90,11 @@ class EngineSettings(Section):
     """An engine beside the native one: a llama-server binary, or a running OpenAI-compatible server."""
 
     kind: Literal["llama-server", "openai"]
-    path: Path | None = None
+    path: Annotated[Path, Field(strict=False)] | None = None
     url: str | None = None
     model: str | None = None
     api_key: str | None = None
-    arguments: tuple[str, ...] = ()
+    arguments: Names = ()
     start_timeout_s: Positive = 600.0
 
 
@@ -106,15 +108,16 @@ class Settings(Section):
 def load_settings(path: Path | None = None) -> Settings:
     """Settings from `path`, by default `configs.paths.settings_file()`; all defaults where no file is.
 
-    Raises SettingsError: unreadable file, bad TOML, unknown keys (with the known ones), bad values.
+    Raises SettingsError: unreadable file, one that $PLACEWRIGHT_CONFIG names and is not there, bad TOML, unknown
+    keys (with the known ones), bad values.
     """
     file = path or paths.settings_file()
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return Settings()
+        table = tomllib.loads(paths.read_text_file(file))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(f"cannot read settings file {file}: {error}") from error
+        if isinstance(error, FileNotFoundError) and file != paths.named_settings_file():
+            return Settings()
+        raise SettingsError(f"cannot read settings file {file}: {paths.reason_of(error)}") from error
     try:
         return Settings.model_validate(table)
     except ValidationError as error:

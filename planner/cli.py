@@ -22,6 +22,7 @@ from planner.context import Context
 from planner.probe import probe_machine
 from planner.progress import make_reporter
 from planner.search import SearchResult
+from planner.version import placewright_version
 from planner.workload import PlanRequest
 from plans import host, show
 from plans.plan import Limits, plan_builtins
@@ -42,8 +43,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def split_list(text: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+def split_list(flag: str, text: str | None) -> tuple[str, ...]:
+    """The names of a list; () where the flag was not given. Raises UserError for a list of nothing."""
+    names = tuple(part.strip() for part in (text or "").split(",") if part.strip())
+    if text is not None and not names:
+        raise UserError(f"{flag} {text!r} names nothing; leave the flag out or give a list like a,b")
+    return names
 
 
 def inspect_command(model: flags.Model, json: flags.Json = False) -> None:
@@ -89,7 +94,7 @@ def plan_command(
     settings = load_settings()
     limits = make_limits(
         settings,
-        engine_names=split_list(engine_names),
+        engine_names=split_list("--engines", engine_names),
         threads=threads,
         ubatch=ubatch,
         load_mode=load_mode,
@@ -102,7 +107,7 @@ def plan_command(
         context_length_tokens=ctx,
         default_context_length_tokens=settings.plan.context_length_tokens,
         concurrency=concurrency if concurrency is not None else settings.plan.concurrency,
-        kv_types=split_list(kv) or settings.plan.kv_types,
+        kv_types=split_list("--kv", kv) or settings.plan.kv_types,
         limits=limits,
         budget_s=check_budget(budget_s if budget_s is not None else settings.plan.tuning_budget_s),
         prompts=prompts,
@@ -230,8 +235,15 @@ def doctor_command(json: flags.Json = False) -> None:
         raise PlacewrightError(f"doctor found problems with: {', '.join(failed)}")
 
 
+def about(version: flags.Version = False) -> None:
+    """Measures how a GGUF model runs fastest on this machine, saves that as a plan, and serves it."""
+    if version:
+        emit(f"placewright {placewright_version()}")
+
+
 def mount(app: typer.Typer) -> None:
     """Adds the planner's commands to the command line."""
+    app.callback(invoke_without_command=True)(about)
     app.command("inspect")(inspect_command)
     app.command("probe")(probe_command)
     app.command("plan")(plan_command)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from configs.errors import EngineStartError, PlanError
-from configs.paths import logs_folder
+from configs.paths import logs_folder, usable_folder
 from configs.settings import Settings
 from planner.pool import EngineFactory
 from planner.version import placewright_version
@@ -135,8 +135,7 @@ class ModelCodec:
 
 def make_factory(model_path: Path, settings: Settings) -> EngineFactory:
     """Makes engines of this model; each is started by whoever asked for it. Their logs are kept in one file."""
-    log_path = logs_folder() / "planner-engines.log"
-    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log_path = usable_folder(logs_folder(), "XDG_CACHE_HOME") / "planner-engines.log"
     codec = ModelCodec(model_path)
 
     def make(placement: Placement) -> Engine:

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from configs.settings import PlanSettings
+
+Version = Annotated[bool, typer.Option("--version", help="Print the version.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Model = Annotated[Path, typer.Argument(help="A GGUF file, or any part of a split set.", metavar="MODEL")]
 PlanId = Annotated[str, typer.Argument(help="A plan's id or any unique beginning of it.", metavar="PLAN_ID")]
@@ -15,23 +18,37 @@ Prompts = Annotated[
     typer.Option("--prompts", help="Measure on a text or .jsonl file, or on hf:NAME (a data set)."),
 ]
 
+_DEFAULTS = PlanSettings()  # a settings file may say otherwise
+
 # ---- plan -------------------------------------------------------------------------------------------------------
 
 Ctx = Annotated[
     int | None,
     typer.Option(
-        "--ctx", help="Context of one sequence, in tokens. Default: the setting, at most the model's."
+        "--ctx",
+        help=f"Context of one sequence, in tokens. Default: {_DEFAULTS.context_length_tokens}, at most the model's.",
     ),
 ]
-Concurrency = Annotated[int | None, typer.Option("--concurrency", help="Sequences that run at a time.")]
+Concurrency = Annotated[
+    int | None,
+    typer.Option("--concurrency", help=f"Sequences that run at a time. Default: {_DEFAULTS.concurrency}."),
+]
 Kv = Annotated[
     str | None,
-    typer.Option("--kv", help="KV cache type, f16 or q8_0; a list (f16,q8_0) lets the search choose."),
+    typer.Option(
+        "--kv", help="KV cache type, f16 or q8_0; a list (f16,q8_0) lets the search choose. Default: f16."
+    ),
 ]
 Engines = Annotated[
-    str | None, typer.Option("--engines", help="Engines to consider, by preference: native,llama-server,...")
+    str | None,
+    typer.Option(
+        "--engines", help="Engines to consider, by preference: native,llama-server,... Default: native."
+    ),
 ]
-BudgetS = Annotated[float | None, typer.Option("--budget-s", help="Seconds to measure for.")]
+BudgetS = Annotated[
+    float | None,
+    typer.Option("--budget-s", help=f"Seconds to measure for. Default: {_DEFAULTS.tuning_budget_s:.0f}."),
+]
 GpuMemoryMib = Annotated[int | None, typer.Option("--gpu-memory-mib", help="Cap on the memory of a GPU.")]
 HostMemoryMib = Annotated[int | None, typer.Option("--host-memory-mib", help="Cap on RAM.")]
 AllowStorageStreaming = Annotated[

@@ -19,6 +19,7 @@ from plans.units import TensorRef, Unit
 from worker.model import archs
 from worker.model.gguf import ModelFile, open_model
 from worker.model.metadata import Metadata, StringArray
+from worker.model.tokenizer import check_tokenizer_kind
 
 # Weight types that the native engine has matrix kernels for (worker/cpu); the probe reports the rate of each.
 NATIVE_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0") + tuple(
@@ -45,6 +46,15 @@ def _native_reason(file: ModelFile) -> tuple[tuple[Unit, ...], str | None]:
         return units, None
     found = ", ".join(f"{name} ({count} tensors)" for name, count in unknown.most_common())
     return units, f"no native kernels for {found}; there are kernels for {', '.join(NATIVE_TYPES)}"
+
+
+def _tokenizer_reason(file: ModelFile) -> str | None:
+    """Why its text can not be turned into tokens; the vocabulary itself is not read for it."""
+    try:
+        check_tokenizer_kind(file.metadata)
+    except ModelFileError as error:
+        return str(error)
+    return None
 
 
 def _group_of(name: str) -> str:
@@ -146,6 +156,7 @@ def card_of(file: ModelFile) -> ModelCard:
         kv_layers=kv_layers_of(units) or _kv_layers(file),
         native_reason=reason,
         units=units,
+        tokenizer_reason=_tokenizer_reason(file),
     )
 
 

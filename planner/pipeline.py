@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from configs.errors import PlanError
+from configs.errors import ModelFileError, PlanError
+from configs.paths import usable_folder
 from planner.context import Context
 from planner.cost import predict, work_of
 from planner.inspect import read_card
@@ -48,6 +49,8 @@ def make_plan(request: PlanRequest, context: Context) -> Outcome:
     texts = load_texts(request.prompts)
     workload = make_workload(card, request, texts_sha256(texts))
     refuse_early(card, workload, engines, request, context)
+    if not request.dry_run:
+        usable_folder(context.store.folder, "XDG_DATA_HOME")
     key = identify(card, workload, engines, request, context)
     saved = context.store.find_by_key(key.digest)
     if saved is not None and not request.replan and not request.dry_run:
@@ -92,6 +95,8 @@ def refuse_early(
     card: ModelCard, workload: Workload, engines: tuple[str, ...], request: PlanRequest, context: Context
 ) -> None:
     """What can not fit or be met is refused in a second, not after minutes of hashing and measuring."""
+    if card.tokenizer_reason:
+        raise ModelFileError(f"{card.name}: {card.tokenizer_reason}")
     context.builds(engines, context.settings)
     search(card, unmeasured(context.read_host()), workload, request.limits, engines, 1)
 

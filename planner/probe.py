@@ -18,7 +18,7 @@ from typing import IO
 import msgspec
 
 from configs.errors import MeasureError
-from configs.paths import cache_folder
+from configs.paths import cache_folder, usable_folder
 from planner.progress import Reporter
 from plans import host
 from plans.files import hash_file, write_atomically
@@ -89,13 +89,13 @@ def _relay(stream: IO[str], reporter: Reporter, tail: list[str]) -> None:
 
 
 def probe_command(folder: Path) -> list[str]:
-    return [sys.executable, "-P", "-m", "worker.probe", "--folder", str(folder)]
+    parent = ["--parent-pid", str(os.getpid())]
+    return [sys.executable, "-P", "-m", "worker.probe", "--folder", str(folder), *parent]
 
 
 def run_probe(reporter: Reporter) -> MachineReport:
     """Runs the worker's measuring job and reads the one JSON document that it prints."""
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = usable_folder(cache_folder(), "XDG_CACHE_HOME")
     tail: list[str] = []
     with subprocess.Popen(
         probe_command(folder),

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from configs.errors import MeasureError, UserError
+from configs.paths import read_text_file, reason_of
 
 Split = Literal["train", "heldout"]
 Encode = Callable[[str], list[int]]
@@ -98,9 +99,11 @@ def _row_text(row: Mapping[str, Any]) -> str:
 def from_file(path: Path) -> list[PromptText]:
     """A text file is one prompt text; `.jsonl` has one JSON string or object a line. Raises UserError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text_file(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {path}: {error}; give a UTF-8 text file or a .jsonl file") from error
+        raise UserError(
+            f"--prompts {path}: {reason_of(error)}; give a UTF-8 text file or a .jsonl file"
+        ) from error
     if path.suffix != ".jsonl":
         return _split_alternately(iter([(path.name, text)]))
     return _split_alternately(_jsonl_rows(path, text))

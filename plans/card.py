@@ -36,7 +36,8 @@ class KvLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`native_reason` is None exactly when the native engine runs the model."""
+    """`native_reason` is None exactly when the native engine runs the model, `tokenizer_reason` when text can be
+    turned into its tokens, without which no engine can be measured or served."""
 
     card_version: int
     name: str
@@ -58,6 +59,7 @@ class ModelCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_layers: tuple[KvLayer, ...]
     native_reason: str | None
     units: tuple[Unit, ...] = ()
+    tokenizer_reason: str | None = None
 
     @property
     def supported(self) -> bool:

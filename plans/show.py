@@ -72,12 +72,15 @@ def card_text(card: ModelCard) -> str:
     shape = f"{card.n_layers or 'n/a'} layers, width {card.n_embd or 'n/a'}{experts}"
     native = "runs" if card.supported else f"does not run: {card.native_reason}"
     template = "with" if card.has_chat_template else "without"
+    tokenizer = f"{card.tokenizer or 'n/a'} ({card.pre_tokenizer or 'n/a'}), {template} chat template"
+    if card.tokenizer_reason:
+        tokenizer += f"; can not be used: {card.tokenizer_reason}"
     head = [
         f"{card.name}",
         f"  architecture  {card.architecture}: {shape}",
         f"  parameters    {card.parameters / 1e6:,.1f} M in {bytes_text(card.file_bytes)}, {len(card.paths)} file(s)",
         f"  context       {card.context_length_tokens or 'n/a'} tokens, vocabulary {card.n_vocab or 'n/a'}",
-        f"  tokenizer     {card.tokenizer or 'n/a'} ({card.pre_tokenizer or 'n/a'}), {template} chat template",
+        f"  tokenizer     {tokenizer}",
         f"  KV cache      {bytes_text(2 * card.kv_elements_per_token or None)} a token in f16",
         f"  native        {native}",
     ]

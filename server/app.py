@@ -21,7 +21,7 @@ from configs.settings import ServeSettings
 from server import chat, routes
 from server.admission import Admission
 from server.errors import error_response
-from server.gate import Doorkeeper, Journalist, Linger, OnePath
+from server.gate import Doorkeeper, Journalist, Linger, OnePath, shown_path
 from server.model_info import ModelInfo
 from server.service import Service
 from server.stats import ServerStats
@@ -92,7 +92,7 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
     """404 and 405 of the router, in OpenAI's shape."""
     assert isinstance(error, HTTPException)
     phrase = HTTPStatus(error.status_code).phrase.lower()
-    message = f"{request.method} {request.url.path}: {phrase}"
+    message = f"{request.method} {shown_path(request.scope)}: {phrase}"
     code = phrase.replace(" ", "_")
     response = error_response(RequestError(message, code=code, status=error.status_code))
     response.headers.update(error.headers or {})

@@ -34,8 +34,8 @@ def serve_command(
 ) -> None:
     """Serve a plan over HTTP, compatible with OpenAI's API."""
     settings = _with_flags(load_settings(), host, port, api_key)
-    log_to_stderr()
     plan = open_plan(plan_id)
+    log_to_stderr()
     listener = bind(settings.serve.host, settings.serve.port)
     _warn_if_open(settings)
     asyncio.run(serve_plan(plan, settings, listener))

@@ -67,14 +67,14 @@ class Journalist:
                 "%s %s %s %s %.3f s %s",
                 client,
                 scope["method"],
-                _shown_path(scope),
+                shown_path(scope),
                 status,
                 took_s,
                 request_id,
             )
 
 
-def _shown_path(scope: Scope) -> str:
+def shown_path(scope: Scope) -> str:
     """As it was sent: a decoded path could hold line breaks, and so lines that look like ours."""
     raw: bytes = scope.get("raw_path", b"?")
     return raw.decode("latin-1")

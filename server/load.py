@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from configs.paths import logs_folder
+from configs.paths import logs_folder, usable_folder
 from configs.settings import Settings
 from plans.key import open_verified_plan
 from plans.plan import Plan
@@ -48,9 +48,12 @@ def open_plan(plan_id: str) -> Plan:
 
 
 def engine_factory(plan: Plan, settings: Settings, text: Text) -> Callable[[], Engine]:
-    """Makes engines that run `plan`, one after the other as they die; they share one log."""
+    """Makes engines that run `plan`, one after the other as they die; they share one log.
+
+    Raises SettingsError where the log can not be written.
+    """
     path = Path(plan.key.model_files[0].path)
-    log_path = logs_folder() / f"engine-{plan.id[:12]}.log"
+    log_path = usable_folder(logs_folder(), "XDG_CACHE_HOME") / f"engine-{plan.id[:12]}.log"
     return partial(make_engine, plan.placement, path, settings, log_path, PlainCodec(text.tokenizer))
 
 

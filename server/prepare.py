@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from configs.errors import RequestError
-from configs.settings import SamplingDefaults
 from server.checks import check_chat, check_sampling, completion_prompt, refuse_unserved
 from server.job import Job
 from server.schema import ChatRequest, CompletionRequest, SamplingFields
@@ -42,7 +41,7 @@ async def prepare_completion(service: Service, request: CompletionRequest) -> Jo
     _check(service, request)
     prompt = completion_prompt(request, service.model.n_vocab)
     if isinstance(prompt, str):
-        prompt = await asyncio.to_thread(service.text.prompt_ids, prompt)
+        prompt = await asyncio.to_thread(_prompt_ids, service, prompt, "prompt")
     terms = Terms("cmpl", "prompt", request.max_tokens, request.logprobs)
     return _make_job(service, request, prompt, terms)
 
@@ -62,9 +61,16 @@ def _chat_ids(service: Service, request: ChatRequest) -> list[int]:
         )
     messages: list[dict[str, Any]] = msgspec.to_builtins(request.messages)
     options = request.chat_template_kwargs or {}
-    return service.text.prompt_ids(
-        service.text.template.render(messages, add_generation_prompt=True, **options)
-    )
+    prompt = service.text.template.render(messages, add_generation_prompt=True, **options)
+    return _prompt_ids(service, prompt, "messages")
+
+
+def _prompt_ids(service: Service, prompt: str, field: str) -> list[int]:
+    """Ids of a prompt that may fit; one that surely does not is refused before it is tokenized."""
+    fewest, n_ctx = service.text.tokenizer.fewest_tokens(prompt), service.context_length_tokens
+    if fewest > n_ctx:
+        raise _too_long(f"at least {fewest} tokens in the prompt", field, fewest, n_ctx)
+    return service.text.prompt_ids(prompt)
 
 
 def _make_job(service: Service, request: SamplingFields, prompt_ids: list[int], terms: Terms) -> Job:
@@ -73,7 +79,7 @@ def _make_job(service: Service, request: SamplingFields, prompt_ids: list[int], 
         request_id=f"{terms.id_prefix}-{uuid.uuid4().hex}",
         prompt_ids=prompt_ids,
         max_tokens=_fit(len(prompt_ids), terms, service.context_length_tokens),
-        sampling=_sampling(request, service.settings.sampling, terms.top_logprobs),
+        sampling=_sampling(request, service, terms.top_logprobs),
         stop_ids=[] if request.ignore_eos else sorted(service.text.tokenizer.end_ids),
         cache_prompt=request.cache_prompt is not False,
     )
@@ -87,9 +93,9 @@ def _make_job(service: Service, request: SamplingFields, prompt_ids: list[int], 
     )
 
 
-def _sampling(
-    request: SamplingFields, defaults: SamplingDefaults, top_logprobs: int | None
-) -> SamplingParams:
+def _sampling(request: SamplingFields, service: Service, top_logprobs: int | None) -> SamplingParams:
+    defaults = service.settings.sampling
+
     def chosen(name: str) -> Any:
         value = getattr(request, name)
         return getattr(defaults, name) if value is None else value
@@ -97,7 +103,7 @@ def _sampling(
     seed = request.seed
     return SamplingParams(
         temperature=chosen("temperature"),
-        top_k=max(0, chosen("top_k")),
+        top_k=min(max(0, chosen("top_k")), service.model.n_vocab),  # more than there are is no limit
         top_p=chosen("top_p"),
         min_p=chosen("min_p"),
         repeat_penalty=chosen("repeat_penalty"),
@@ -122,10 +128,14 @@ def _fit(n_prompt: int, terms: Terms, n_ctx: int) -> int:
     if n_prompt + (terms.max_tokens or 1) <= n_ctx:
         return terms.max_tokens or n_ctx - n_prompt
     asked = f" and {terms.max_tokens} for the completion" if terms.max_tokens else ""
-    raise RequestError(
-        f"This model's maximum context length is {n_ctx} tokens. However, you requested {n_prompt} tokens in "
-        f"the prompt{asked}. Please shorten the prompt or the completion.",
+    raise _too_long(f"{n_prompt} tokens in the prompt{asked}", terms.prompt_field, n_prompt, n_ctx)
+
+
+def _too_long(asked: str, field: str, n_prompt: int, n_ctx: int) -> RequestError:
+    return RequestError(
+        f"This model's maximum context length is {n_ctx} tokens. However, you requested {asked}. "
+        "Please shorten the prompt or the completion.",
         code="context_length_exceeded",
-        param=terms.prompt_field,
+        param=field,
         details={"n_prompt_tokens": n_prompt, "n_ctx": n_ctx},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,12 @@ def test_values_override_defaults(tmp_path: Path) -> None:
         ("[serve]\nport = 'x'\n", ["serve.port", "'x'"]),
         ("[engines.a]\nkind = 'vllm'\n", ["engines.a.kind", "llama-server"]),
         ("serve = 3\n", ["serve = 3"]),
+        ("[serve]\nport = true\n", ["serve.port", "True"]),
+        ("[serve]\nport = '8090'\n", ["serve.port", "'8090'"]),
+        ("[plan]\nkv_types = []\n", ["plan.kv_types", "at least 1"]),
+        ("[plan]\nengines = []\n", ["plan.engines", "at least 1"]),
+        ("[plan]\nengines = [1]\n", ["plan.engines.0"]),
+        ("[plan]\ntuning_budget_s = inf\n", ["plan.tuning_budget_s", "finite"]),
         ("[serve\n", ["cannot read", "placewright.toml"]),
     ],
 )
@@ -55,3 +62,24 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, text: str, words: list[st
 def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot read"):
         load_settings(tmp_path)
+
+
+def test_a_named_file_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEWRIGHT_CONFIG", str(tmp_path / "typo.toml"))
+    with pytest.raises(SettingsError, match=r"typo\.toml: No such file"):
+        load_settings()
+
+
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(SettingsError, match="not a regular file"):
+        load_settings(tmp_path / "fifo")
+
+
+def test_lists_and_paths_of_toml_are_accepted(tmp_path: Path) -> None:
+    text = (
+        "[plan]\nkv_types = ['q8_0']\n[engines.a]\nkind = 'llama-server'\npath = '/x'\narguments = ['-v']\n"
+    )
+    settings = load_settings(write(tmp_path, text))
+    assert settings.plan.kv_types == ("q8_0",)
+    assert settings.engines["a"].path == Path("/x") and settings.engines["a"].arguments == ("-v",)

@@ -5,7 +5,6 @@ Inputs enter through EMBED: a table in F32 whose row i is what token i should br
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,31 +14,13 @@ from numpy.typing import NDArray
 from tests.cpu.quant_data import dequantize, random_weights
 from worker.cpu.batch import StepBatch
 from worker.cpu.library import KvCache, Library, Step, Team
-from worker.cpu.structs import BufferStruct, KvType, OpStruct, WeightStruct
+from worker.cpu.lowered import lowered_structs
+from worker.cpu.structs import KvType, WeightStruct
 from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.oplist import Buffer, KvLayer, Op, OpKind, OpList, Weight
 from worker.ops.reference import ReferenceExecutor
 
 Float32Array = NDArray[np.float32]
-
-
-def _padded(kind: type, values: tuple, length: int, filler: float) -> ctypes.Array:
-    return (kind * length)(*values, *[filler] * (length - len(values)))
-
-
-def op_struct(op: Op) -> OpStruct:
-    """The C form of an op; places that it leaves out are -1 (ids) or 0 (numbers)."""
-    i32, f32 = ctypes.c_int32, ctypes.c_float
-    return OpStruct(
-        kind=op.kind,
-        layer=op.layer,
-        inputs=_padded(i32, op.inputs, 4, -1),
-        outputs=_padded(i32, op.outputs, 4, -1),
-        weights=_padded(i32, op.weights, 4, -1),
-        biases=_padded(i32, op.biases, 4, -1),
-        ints=_padded(i32, op.ints, 8, 0),
-        floats=_padded(f32, op.floats, 4, 0.0),
-    )
 
 
 @dataclass
@@ -127,8 +108,7 @@ class Case:
     def step(
         self, team: Team, kv: KvCache | None = None, max_tokens: int = 64, max_outputs: int = 64
     ) -> Step:
-        buffers = [BufferStruct(width=b.width, is_output=b.is_output) for b in self.buffers]
-        ops = [op_struct(op) for op in self.ops]
+        ops, buffers = lowered_structs(self.oplist())
         return self.library.step_create(ops, self.structs, buffers, max_tokens, max_outputs, team, kv)
 
 

@@ -176,7 +176,7 @@ def test_many_equal_logits_cut_at_the_lowest_ids(library: Library, level: str, t
     sampling.set(temperature=1.0, top_k=5)
     assert set(sampling.draws(200)) == set(range(5))
     sampling.set(top_k=0, top_p=0.3)
-    tokens = sampling.draws(2000)
+    tokens = sampling.draws(600)
     assert tokens.max() < 3001
     assert tokens.max() > 2900
 
@@ -272,3 +272,25 @@ def test_ids_outside_of_the_vocabulary_are_refused(library: Library, team: Team)
     sampling.batch.set_bias(0, np.array([-1], np.int32), np.zeros(1, np.float32))
     with pytest.raises(RequestFailedError, match="bias"):
         sampling.run()
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.6}, {"top_p": 0.99}, {"top_p": 0.9, "min_p": 0.2}])
+def test_a_flat_large_row_is_cut_where_a_sorted_one_is(
+    library: Library, level: str, team: Team, settings: dict[str, float]
+) -> None:
+    """More candidates than are ever sorted: no draw outside of the kept set, and its rarest members do come."""
+    n_vocab = 20000
+    logits = np.random.default_rng(3).standard_normal((1, n_vocab)).astype(np.float32)
+    sampling = Sampling(library, team, logits)
+    sampling.set(temperature=1.0, seed=2, **settings)
+    probabilities = softmax(logits[0])
+    order = np.argsort(-logits[0], kind="stable")
+    kept = order[: np.searchsorted(np.cumsum(probabilities[order]), settings["top_p"]) + 1]
+    kept = kept[probabilities[kept] >= settings.get("min_p", 0.0) * probabilities.max()]
+    tokens = sampling.draws(600)
+    assert np.isin(tokens, kept).all()
+    rank_of = np.empty(n_vocab, np.int64)
+    rank_of[order] = np.arange(n_vocab)
+    tenth = np.searchsorted(np.cumsum(probabilities[kept]), probabilities[kept].sum() * np.arange(1, 10) / 10)
+    shares = np.bincount(np.searchsorted(tenth, rank_of[tokens]), minlength=10) / len(tokens)
+    assert np.abs(shares - 0.1).max() < 6 * np.sqrt(0.09 / len(tokens))

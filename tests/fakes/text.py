@@ -33,6 +33,9 @@ class ByteTokenizer:
         plain = text.removeprefix("<s>") if starts else text
         return [BOS] * (starts or add_special) + ids_of(plain)
 
+    def fewest_tokens(self, text: str) -> int:
+        return len(text.encode()) // 3  # less than there are: exact counts must come from encode
+
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(self.piece_bytes(id) for id in ids).decode("utf-8", "replace")
 

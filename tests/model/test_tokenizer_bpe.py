@@ -42,6 +42,7 @@ def test_decode_undoes_encode(pre: str, text: str) -> None:
     for parse_special in (False, True):
         ids = tokenizer.encode(text, add_special=False, parse_special=parse_special)
         assert tokenizer.decode(ids) == text
+        assert tokenizer.fewest_tokens(text) <= len(ids)
 
 
 @given(word=st.text(alphabet="helowrd", max_size=12))

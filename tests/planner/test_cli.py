@@ -65,6 +65,8 @@ def test_inspect_prints_one_document(tmp_path: Path, capsys: pytest.CaptureFixtu
         ["plan", "/nowhere.gguf", "--load-mode", "zip"],
         ["plan", "/nowhere.gguf", "--budget-s", "0"],
         ["plan", "/nowhere.gguf", "--budget-s", "nan"],
+        ["plan", "/nowhere.gguf", "--engines", ","],
+        ["plan", "/nowhere.gguf", "--kv", ""],
         ["plan", "/nowhere.gguf", "--host-memory-mib", "0"],
         ["plan", "/nowhere.gguf", "--ctx", "many"],
         ["show", "abc"],
@@ -165,3 +167,8 @@ def test_engines_lists_native_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert placewright.run(["engines", "--json"]) == 0
     names = [offer["name"] for offer in json.loads(capsys.readouterr().out)]
     assert names[:2] == ["native", "llama-server"]
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert placewright.run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("placewright ")

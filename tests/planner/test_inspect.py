@@ -65,3 +65,13 @@ def test_a_type_without_kernels_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     )
     card = read_card(write_model(tmp_path, quant="Q8_0"))
     assert card.native_reason is not None and "no native kernels for Q8_0" in card.native_reason
+
+
+def test_an_unknown_tokenizer_is_told(tmp_path: Path) -> None:
+    path = write_model(tmp_path)
+    content = path.read_bytes()
+    assert content.count(b"gpt-2") == 1
+    path.write_bytes(content.replace(b"gpt-2", b"gpt-x"))
+    card = read_card(path)
+    assert card.tokenizer_reason is not None and "tokenizer.ggml.pre is 'gpt-x'" in card.tokenizer_reason
+    assert "can not be used" in card_text(card)

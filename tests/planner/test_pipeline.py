@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
 
-from configs.errors import ModelFileError, PlanError, UserError
+from configs.errors import ModelFileError, PlanError, SettingsError, UserError
 from configs.settings import Settings
 from planner import pipeline
 from planner.context import Context
@@ -181,4 +183,24 @@ def test_repetitive_prompts_are_refused_before_anything_is_measured(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="repeat themselves"):
         bed.plan(prompts=str(file))
+    assert bed.n_probes == 0 and bed.farm.started == []
+
+
+def test_an_unknown_tokenizer_is_refused_before_the_file_is_hashed(bed: Bed) -> None:
+    bed.model.write_bytes(bed.model.read_bytes().replace(b"gpt-2", b"gpt-x"))
+
+    def forbidden(*_: object) -> NoReturn:
+        raise AssertionError("hashed")
+
+    bed.context = dataclasses.replace(bed.context, identify=forbidden)
+    with pytest.raises(ModelFileError, match="gpt-x"):
+        bed.plan()
+    assert not bed.context.store.folder.exists()
+
+
+def test_a_plan_folder_that_can_not_be_written_is_told_before_measuring(bed: Bed, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    bed.context = dataclasses.replace(bed.context, store=PlanStore(tmp_path / "file" / "plans"))
+    with pytest.raises(SettingsError, match="XDG_DATA_HOME"):
+        bed.plan()
     assert bed.n_probes == 0 and bed.farm.started == []

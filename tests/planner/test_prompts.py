@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,9 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(UserError, match=r"pip install 'placewright\[corpora\]'"):
         load_texts("hf:some/set")
+
+
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.txt")
+    with pytest.raises(UserError, match=r"fifo\.txt: not a regular file; give a UTF-8 text"):
+        load_texts(str(tmp_path / "fifo.txt"))

@@ -43,3 +43,9 @@ def test_a_broken_read_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(disk.os, "preadv", broken)
     rows, _ = disk.measure_disk(tmp_path, file_bytes=8 << 20)
     assert all(row.bytes_per_s is None and "Input/output error" in (row.reason or "") for row in rows)
+
+
+def test_nothing_is_left_by_a_probe_that_is_killed(tmp_path: Path) -> None:
+    with disk._test_file(tmp_path, 8 << 20) as path:
+        assert list(tmp_path.iterdir()) == []
+        assert path.stat().st_size == 8 << 20

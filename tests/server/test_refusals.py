@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.fakes.http import TestServer
+from tests.fakes.text import N_VOCAB, ByteTokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"prompt": "hi"}
@@ -159,6 +160,7 @@ def test_wrong_paths_and_methods(client: httpx.Client) -> None:
     wrong = client.get("/v1/chat/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
     assert wrong.json()["error"]["code"] == "method_not_allowed"
+    assert "GET /v1/chat/completions" in wrong.json()["error"]["message"]  # as it was asked
 
 
 def test_any_model_name_unless_strict(client: httpx.Client) -> None:
@@ -171,10 +173,27 @@ def test_any_model_name_unless_strict(client: httpx.Client) -> None:
             assert strict.post("/v1/completions", json={**TEXT, "model": name}).status_code == 200
 
 
-def test_numbers_beyond_every_range(client: httpx.Client) -> None:
+def test_numbers_beyond_every_range(client: httpx.Client, shared_server: TestServer) -> None:
     raw = json.dumps({**TEXT, "temperature": 1}).replace("1}", "1e999}")
     assert client.post("/v1/completions", content=raw).status_code == 400
     big = {**TEXT, "seed": 2**64 + 1}
     assert client.post("/v1/completions", json=big).status_code == 200
+    assert client.post("/v1/completions", json={**TEXT, "top_k": 2**31}).status_code == 200
+    assert shared_server.farm.seen[-1].sampling.top_k == N_VOCAB
     huge = {**TEXT, "max_tokens": 2**62}
     assert client.post("/v1/completions", json=huge).json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_prompt_that_can_not_fit_is_refused_before_it_is_tokenized(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object, **__: object) -> list[int]:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", forbidden)
+    for path, body in (
+        ("completions", {"prompt": "a" * 1_000_000}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * 1_000_000}]}),
+    ):
+        error = client.post(f"/v1/{path}", json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded" and "at least" in error["message"]

@@ -18,8 +18,9 @@ struct NamedSize {
 };
 
 constexpr NamedSize kSizes[] = {
-    {"pw_weight", sizeof(pw_weight)}, {"pw_op", sizeof(pw_op)},           {"pw_buffer", sizeof(pw_buffer)},
-    {"pw_batch", sizeof(pw_batch)},   {"pw_sampler", sizeof(pw_sampler)}, {"pw_sampled", sizeof(pw_sampled)},
+    {"pw_weight", sizeof(pw_weight)},           {"pw_op", sizeof(pw_op)},
+    {"pw_buffer", sizeof(pw_buffer)},           {"pw_batch", sizeof(pw_batch)},
+    {"pw_sampler", sizeof(pw_sampler)},         {"pw_sampled", sizeof(pw_sampled)},
     {"pw_matmul_call", sizeof(pw_matmul_call)},
 };
 

@@ -12,13 +12,15 @@ namespace pw {
 
 constexpr int32_t kSplitTokens = 256;  // keys are reduced in splits of this many positions, counted from position 0
 
-// Softmax state of one query row over some keys: largest score, sum of exp(score - largest); the weighted values beside it.
+// Softmax state of one query row over some keys: largest score, sum of exp(score - largest); the weighted values beside
+// it.
 struct AttentionState {
   float largest;
   float sum;
 };
 
-// Queries of consecutive tokens of one sequence that share a key/value head. Row r = token r / n_heads, head r % n_heads.
+// Queries of consecutive tokens of one sequence that share a key/value head. Row r = token r / n_heads, head r %
+// n_heads.
 struct AttentionTile {
   const KvLayer* layer;
   const int32_t* pages;  // page ids of the sequence, from position 0
@@ -28,10 +30,10 @@ struct AttentionTile {
   int32_t first_position;  // of the first token
   int32_t window_tokens;   // 0 = all
   float score_scale;
-  float score_softcap;  // 0 = none
-  const float* query;   // first token's first head; heads are head_dim apart, tokens token_stride
-  float* output;        // as query
-  int64_t token_stride; // floats
+  float score_softcap;   // 0 = none
+  const float* query;    // first token's first head; heads are head_dim apart, tokens token_stride
+  float* output;         // as query
+  int64_t token_stride;  // floats
   void* scratch;
 };
 
@@ -74,11 +76,14 @@ struct ElementKernels {
   float (*row_max)(const float* x, int32_t n, bool* has_nan);
   int32_t (*first_equal)(const float* x, int32_t n, float value);  // lowest index, n where there is none
   // sums of exp((x - largest) * inverse_temperature) of each kSumChunk elements; where x < floor counts as 0
-  void (*exp_sums)(const float* x, int32_t n, float largest, float inverse_temperature, float floor, double* chunk_sums);
+  void (*exp_sums)(const float* x, int32_t n, float largest, float inverse_temperature, float floor,
+                   double* chunk_sums);
   // largest of each kMaxBlock elements
   void (*block_max)(const float* x, int32_t n, float* maxima);
-  // ids of x >= threshold ascending, at most capacity; returns how many there are
-  int32_t (*collect_at_least)(const float* x, int32_t n, float threshold, int32_t* ids, int32_t capacity);
+  // how many of x are in [low, high)
+  int32_t (*count_between)(const float* x, int32_t n, float low, float high);
+  // their places, ascending; `ids` has room for all
+  int32_t (*collect_between)(const float* x, int32_t n, float low, float high, int32_t* ids);
 };
 
 constexpr int32_t kSumChunk = 1024;

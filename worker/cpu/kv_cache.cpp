@@ -75,17 +75,20 @@ void KvCache::copy_page(int32_t source, int32_t destination) {
 
 namespace {
 
-int32_t check_shapes(int32_t type, int32_t n_layers, const int32_t* n_heads, const int32_t* head_dims, int32_t n_pages) {
+int32_t check_shapes(int32_t type, int32_t n_layers, const int32_t* n_heads, const int32_t* head_dims,
+                     int32_t n_pages) {
   if (type != PW_KV_F16 && type != PW_KV_Q8_0)
-    return pw::fail(PW_E_UNSUPPORTED, "key/value type %d: there are f16 (%d) and q8_0 (%d)", type, PW_KV_F16, PW_KV_Q8_0);
+    return pw::fail(PW_E_UNSUPPORTED, "key/value type %d: there are f16 (%d) and q8_0 (%d)", type, PW_KV_F16,
+                    PW_KV_Q8_0);
   if (n_layers < 1 || n_pages < 1 || !n_heads || !head_dims)
     return pw::fail(PW_E_ARGUMENT, "a key/value cache of %d layers and %d pages needs at least one of each", n_layers,
                     n_pages);
   for (int32_t index = 0; index < n_layers; ++index)
     if (n_heads[index] < 1 || head_dims[index] < 16 || head_dims[index] > 1024 || head_dims[index] % 16)
-      return pw::fail(PW_E_UNSUPPORTED,
-                      "layer %d has %d key/value heads of %d dims: needs 1 head or more, dims a multiple of 16 up to 1024",
-                      index, n_heads[index], head_dims[index]);
+      return pw::fail(
+          PW_E_UNSUPPORTED,
+          "layer %d has %d key/value heads of %d dims: needs 1 head or more, dims a multiple of 16 up to 1024", index,
+          n_heads[index], head_dims[index]);
   return PW_OK;
 }
 
@@ -113,7 +116,8 @@ int64_t pw_kv_page_bytes(const pw_kv* kv) { return as_cache(kv).page_bytes(); }
 int32_t pw_kv_copy_page(pw_kv* kv, int32_t source, int32_t destination) {
   const int32_t n_pages = as_cache(kv).n_pages();
   if (source < 0 || source >= n_pages || destination < 0 || destination >= n_pages)
-    return pw::fail(PW_E_ARGUMENT, "copy of page %d to %d: the cache has pages 0..%d", source, destination, n_pages - 1);
+    return pw::fail(PW_E_ARGUMENT, "copy of page %d to %d: the cache has pages 0..%d", source, destination,
+                    n_pages - 1);
   if (source != destination) reinterpret_cast<pw::KvCache*>(kv)->copy_page(source, destination);
   return PW_OK;
 }

@@ -4,8 +4,8 @@
 namespace pw {
 namespace {
 
-constexpr int32_t kTargetRows = 64;     // query rows of a tile: keys and values of a page are read once for all of them
-constexpr int32_t kKernelRows = 8;      // the kernels take rows by so many
+constexpr int32_t kTargetRows = 64;  // query rows of a tile: keys and values of a page are read once for all of them
+constexpr int32_t kKernelRows = 8;   // the kernels take rows by so many
 constexpr size_t kPartialBytes = 16 << 20;
 constexpr int32_t kUnitsPerThread = 4;  // as many tiles as this keep the threads evenly busy without splitting
 constexpr int64_t kSerialMergeFloats = 8192;
@@ -76,7 +76,8 @@ struct Partials {
 
 class SplitAttention {
  public:
-  SplitAttention(Run& run, const pw_op& op, const TilePlan& plan) : run_(run), op_(op), plan_(plan), shape_(shape_of(op)) {
+  SplitAttention(Run& run, const pw_op& op, const TilePlan& plan)
+      : run_(run), op_(op), plan_(plan), shape_(shape_of(op)) {
     int64_t n_units = 0;
     for (const QueryTile& query : plan.tiles) {
       const int32_t splits = splits_of(query, shape_.window_tokens).count;

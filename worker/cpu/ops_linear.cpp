@@ -5,8 +5,8 @@ namespace pw {
 namespace {
 
 constexpr int32_t kForms = 3;
-constexpr double kPieceNs = 30000.0;           // long against taking it, short against waiting for it
-constexpr double kBytesPerNs = 25.0;           // of weights from memory, by one thread
+constexpr double kPieceNs = 30000.0;  // long against taking it, short against waiting for it
+constexpr double kBytesPerNs = 25.0;  // of weights from memory, by one thread
 constexpr double kMultiplyAddsPerNs = 150.0;
 
 // The input in each form that one of the weights asks for.

@@ -1,7 +1,7 @@
 // ROUTER and MOE: which experts a token takes, and their feed-forward networks grouped by expert.
 //
-// A slot is one (token, choice) pair. Slots are sorted by expert, so that each expert's weights are read once for all its
-// tokens; results go back to slot order before they are added up, so that a token's sum has one order.
+// A slot is one (token, choice) pair. Slots are sorted by expert, so that each expert's weights are read once for all
+// its tokens; results go back to slot order before they are added up, so that a token's sum has one order.
 #include <cmath>
 
 #include "step.h"
@@ -61,20 +61,20 @@ void choose_experts(const Run& run, const pw_op& op, float* probabilities, int32
 
 // Sorted slots: expert e's are [first[e], first[e + 1]).
 struct Routing {
-  int32_t* first;           // [experts + 1]
-  int32_t* slots;           // [n_slots] slot ids by expert, ascending within one
-  int32_t* tokens;          // [n_slots] their tokens
-  int32_t* active;          // experts with slots
-  int32_t* n_active;        // one number
-  int64_t* input_offset;    // [experts] of an active expert's prepared input
-  int64_t* hidden_offset;   // likewise of its prepared hidden rows
+  int32_t* first;          // [experts + 1]
+  int32_t* slots;          // [n_slots] slot ids by expert, ascending within one
+  int32_t* tokens;         // [n_slots] their tokens
+  int32_t* active;         // experts with slots
+  int32_t* n_active;       // one number
+  int64_t* input_offset;   // [experts] of an active expert's prepared input
+  int64_t* hidden_offset;  // likewise of its prepared hidden rows
 };
 
 struct MoeScratch {
   Routing routing;
-  float* hidden;             // [n_slots, n_ff] in sorted order
-  float* up;                 // likewise
-  float* results;            // [n_slots, n_embd] in slot order
+  float* hidden;   // [n_slots, n_ff] in sorted order
+  float* up;       // likewise
+  float* results;  // [n_slots, n_embd] in slot order
   uint8_t* inputs;
   uint8_t* hidden_inputs;
 };
@@ -96,7 +96,8 @@ MoeScratch carve_moe(Carver& carver, const Step& step, const pw_op& op, int32_t 
   s.results = carver.take<float>(n_slots * down.rows);
   const size_t padding = n_experts * kCacheLine;  // each expert's part starts on a line
   s.inputs = carver.take<uint8_t>(activations_bytes(step, op.weight[0], static_cast<int32_t>(n_slots)) + padding);
-  s.hidden_inputs = carver.take<uint8_t>(activations_bytes(step, op.weight[2], static_cast<int32_t>(n_slots)) + padding);
+  s.hidden_inputs =
+      carver.take<uint8_t>(activations_bytes(step, op.weight[2], static_cast<int32_t>(n_slots)) + padding);
   return s;
 }
 
@@ -171,7 +172,8 @@ class Experts {
   Activations input_of(int32_t expert) const {
     const ActForm form = activation_form(gate_.type);
     if (one_token()) return describe_activations(run_, form, 1, gate_.cols, scratch_.inputs);
-    return describe_activations(run_, form, count(expert), gate_.cols, scratch_.inputs + routing().input_offset[expert]);
+    return describe_activations(run_, form, count(expert), gate_.cols,
+                                scratch_.inputs + routing().input_offset[expert]);
   }
 
   Activations hidden_of(int32_t expert) const {

@@ -76,9 +76,8 @@ void run_rope_store(Run& run, const pw_op& op, const OpPlan& plan) {
   const RopeTable& table = run.step.rope_tables[plan.rope_table];
   const float* frequencies = run.vector(table.weight);
   if (plan.fills_table)
-    run.each_row(run.batch.n_tokens, [&](int32_t token) {
-      fill_table_row(table, frequencies, token, run.batch.positions[token]);
-    });
+    run.each_row(run.batch.n_tokens,
+                 [&](int32_t token) { fill_table_row(table, frequencies, token, run.batch.positions[token]); });
   const int32_t n_kv_heads = op.i[1];
   const int64_t n_units = int64_t{run.batch.n_tokens} * n_kv_heads;
   run.member.parallel(n_units, piece_of(n_units, run.member.n_threads()), [&](int64_t begin, int64_t end) {

@@ -23,8 +23,8 @@ void run_sample(Run& run, const pw_op& op) {
     const SamplerScratch scratch = carve_sampler(carver, n_vocab);
     // counts share their memory with other ops' scratch: they are only zero after this
     if (batch.samplers[output].n_history > 0) std::memset(scratch.counts, 0, n_vocab * sizeof(int32_t));
-    const char* words = sample_row(*run.step.element, logits, n_vocab, batch.samplers[output], scratch,
-                                   &batch.sampled[output]);
+    const char* words =
+        sample_row(*run.step.element, logits, n_vocab, batch.samplers[output], scratch, &batch.sampled[output]);
     if (words) run.fail(PW_E_ARGUMENT, words);
   });
 }

@@ -1,4 +1,5 @@
-// The sampler: candidate selection by thresholds instead of a full sort, so that the cost hardly depends on the vocabulary.
+// The sampler: candidate selection by thresholds instead of a full sort, so that the cost hardly depends on the
+// vocabulary.
 #include "sampler.h"
 
 #include <algorithm>
@@ -9,7 +10,11 @@
 namespace pw {
 namespace {
 
-constexpr int32_t kFirstCandidates = 64;  // top-p looks at so many first, then at eight times as many
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int32_t kFewCandidates = 64;    // top-p sorts so many first,
+constexpr int32_t kMoreCandidates = 512;  // then so many, then looks for the logit it cuts at without sorting all
+constexpr int32_t kMostSorted = 4096;     // at the end of that search
+constexpr float kNegligible = 60.0f;      // e^-60 of the largest weight is less than a rounding of the sum
 
 uint64_t mix(uint64_t x) {  // the finaliser of splitmix64: every input bit reaches every output bit
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -34,12 +39,17 @@ class Row {
 
   const float* logits() const { return logits_; }
   float largest() const { return largest_; }
-  const int32_t* candidates() const { return scratch_.candidates; }
+  float candidate_logit(int32_t i) const { return logits_[scratch_.candidates[i]]; }
 
-  // Sum of exp((logit - largest) / temperature) over all.
-  double mass(float temperature) const {
-    element_.exp_sums(logits_, n_, largest_, 1.0f / temperature, -std::numeric_limits<float>::infinity(),
-                      scratch_.chunk_sums);
+  // The logit below which min-p keeps nothing.
+  float min_p_floor(const pw_sampler& sampler) const {
+    if (sampler.min_p <= 0.0f) return -kInfinity;
+    return largest_ + sampler.temperature * std::log(sampler.min_p);
+  }
+
+  // Sum of exp((logit - largest) / temperature) over all logits of at least `floor`.
+  double mass(float temperature, float floor = -kInfinity) const {
+    element_.exp_sums(logits_, n_, largest_, 1.0f / temperature, floor, scratch_.chunk_sums);
     double sum = 0.0;
     for (int32_t chunk = 0; chunk < blocks(n_, kSumChunk); ++chunk) sum += scratch_.chunk_sums[chunk];
     return sum;
@@ -47,7 +57,7 @@ class Row {
 
   // The k largest, sorted; all where k is more. The k-th largest block maximum can not exceed the k-th largest logit.
   int32_t take_largest(int32_t k) const {
-    float threshold = -std::numeric_limits<float>::infinity();
+    float threshold = -kInfinity;
     const int32_t n_blocks = blocks(n_, kMaxBlock);
     if (k < n_blocks) {
       element_.block_max(logits_, n_, scratch_.block_maxima);
@@ -55,21 +65,24 @@ class Row {
       std::nth_element(scratch_.block_maxima, kth, scratch_.block_maxima + n_blocks, std::greater<float>());
       threshold = *kth;
     }
-    const int32_t found = element_.collect_at_least(logits_, n_, threshold, scratch_.candidates, n_);
+    const int32_t found = element_.collect_between(logits_, n_, threshold, kInfinity, scratch_.candidates);
     const int32_t kept = std::min(k, found);
-    const auto before = [this](int32_t a, int32_t b) {
-      return logits_[a] != logits_[b] ? logits_[a] > logits_[b] : a < b;
-    };
+    const auto before = [this](int32_t a, int32_t b) { return is_before(a, b); };
     if (kept < found)
       std::nth_element(scratch_.candidates, scratch_.candidates + kept - 1, scratch_.candidates + found, before);
     std::sort(scratch_.candidates, scratch_.candidates + kept, before);
     return kept;
   }
 
-  // ids of all logits that reach the threshold, ascending
-  int32_t take_at_least(float threshold) const {
-    return element_.collect_at_least(logits_, n_, threshold, scratch_.candidates, n_);
+  // Those in [low, high), sorted.
+  int32_t take_between(float low, float high) const {
+    const int32_t found = element_.collect_between(logits_, n_, low, high, scratch_.candidates);
+    std::sort(scratch_.candidates, scratch_.candidates + found,
+              [this](int32_t a, int32_t b) { return is_before(a, b); });
+    return found;
   }
+
+  int32_t count_between(float low, float high) const { return element_.count_between(logits_, n_, low, high); }
 
   // Weights of the first n candidates into scratch; returns their sum.
   double weigh(int32_t n, float temperature) const {
@@ -88,9 +101,9 @@ class Row {
     return scratch_.candidates[n - 1];
   }
 
-  // Draws from the whole row; `mass` must have been called with the same temperature.
-  int32_t draw_from_all(double sum, float temperature, double u) const {
-    double left = u * sum;
+  // Draws from all logits of at least `floor`.
+  int32_t draw_at_least(float floor, float temperature, double u) const {
+    double left = u * mass(temperature, floor);
     int32_t last_possible = element_.first_equal(logits_, n_, largest_);
     for (int32_t chunk = 0; chunk < blocks(n_, kSumChunk); ++chunk) {
       if (left >= scratch_.chunk_sums[chunk]) {
@@ -99,6 +112,7 @@ class Row {
       }
       const int32_t end = std::min(n_, (chunk + 1) * kSumChunk);
       for (int32_t id = chunk * kSumChunk; id < end; ++id) {
+        if (!(logits_[id] >= floor)) continue;
         const double weight = std::exp((static_cast<double>(logits_[id]) - largest_) / temperature);
         if (weight > 0.0) last_possible = id;
         if ((left -= weight) < 0.0) return id;
@@ -109,6 +123,8 @@ class Row {
   }
 
  private:
+  bool is_before(int32_t a, int32_t b) const { return logits_[a] != logits_[b] ? logits_[a] > logits_[b] : a < b; }
+
   const ElementKernels& element_;
   const float* logits_;
   const int32_t n_;
@@ -136,36 +152,60 @@ double sum_of(const double* weights, int32_t n) {
   return sum;
 }
 
-// Grows the candidates until they hold top_p of the whole row's mass; their weights are in scratch afterwards.
-int32_t take_top_p(const Row& row, int32_t n_vocab, const pw_sampler& sampler, const double* weights) {
-  const double wanted = row.mass(sampler.temperature) * sampler.top_p;
-  for (int32_t k = kFirstCandidates;; k *= 8) {
-    const int32_t n = row.take_largest(std::min(k, n_vocab));
-    row.weigh(n, sampler.temperature);
-    const int32_t kept = cut_top_p(weights, n, wanted);
-    if (kept > 0) return kept;
-    if (k >= n_vocab) return n;
+// The logit of the last token that top-p keeps, where the tokens above `high` are known not to be enough. Halves the
+// range of logits until few are left to sort. False where several tokens share that logit and some are cut.
+bool find_top_p_floor(const Row& row, double wanted, float high, float temperature, const double* weights,
+                      float* floor) {
+  float low = row.largest() - kNegligible * temperature;
+  if (row.mass(temperature, low) < wanted) return false;
+  while (row.count_between(low, high) > kMostSorted) {
+    const float middle = low + 0.5f * (high - low);
+    if (middle <= low || middle >= high) return false;
+    (row.mass(temperature, middle) >= wanted ? low : high) = middle;
   }
+  const double above = row.mass(temperature, high);
+  const int32_t n = row.take_between(low, high);
+  row.weigh(n, temperature);
+  const int32_t kept = cut_top_p(weights, n, wanted - above);
+  if (kept == 0) return false;
+  *floor = row.candidate_logit(kept - 1);
+  return kept == n || row.candidate_logit(kept) < *floor;
+}
+
+// Draws from the first `kept` candidates after min-p.
+int32_t draw_first(const Row& row, int32_t kept, const pw_sampler& sampler, const double* weights, double u) {
+  if (sampler.min_p > 0.0f) kept = cut_min_p(weights, kept, sampler.min_p);
+  return row.draw_candidate(kept, sum_of(weights, kept), u);
+}
+
+int32_t draw_top_p(const Row& row, int32_t n_vocab, const pw_sampler& sampler, const double* weights, double u) {
+  const float temperature = sampler.temperature;
+  const double wanted = row.mass(temperature) * sampler.top_p;
+  for (const int32_t k : {kFewCandidates, kMoreCandidates, n_vocab}) {
+    const int32_t n = row.take_largest(std::min(k, n_vocab));
+    row.weigh(n, temperature);
+    const int32_t reached = cut_top_p(weights, n, wanted);
+    if (reached > 0 || n == n_vocab) {
+      const int32_t kept = reached > 0 ? reached : n;
+      return draw_first(row, kept, sampler, weights, u);
+    }
+    float floor = 0.0f;
+    if (k == kMoreCandidates && find_top_p_floor(row, wanted, row.candidate_logit(n - 1), temperature, weights, &floor))
+      return row.draw_at_least(std::max(floor, row.min_p_floor(sampler)), temperature, u);
+  }
+  return 0;  // not reached: the last round takes all
 }
 
 int32_t draw_token(const Row& row, int32_t n_vocab, const pw_sampler& sampler, const double* weights) {
   const double u = uniform(sampler.seed, sampler.draw);
-  const float temperature = sampler.temperature;
-  int32_t kept = 0;
-  if (sampler.top_k > 0 && sampler.top_k < n_vocab) {
-    kept = row.take_largest(sampler.top_k);
-    const double sum = row.weigh(kept, temperature);
-    if (sampler.top_p < 1.0f) kept = std::max(1, cut_top_p(weights, kept, sum * sampler.top_p));
-  } else if (sampler.top_p < 1.0f) {
-    kept = take_top_p(row, n_vocab, sampler, weights);
-  } else if (sampler.min_p > 0.0f) {
-    kept = row.take_at_least(row.largest() + temperature * std::log(sampler.min_p));
-    return row.draw_candidate(kept, row.weigh(kept, temperature), u);
-  } else {
-    return row.draw_from_all(row.mass(temperature), temperature, u);
+  if (sampler.top_k == 0 || sampler.top_k >= n_vocab) {
+    if (sampler.top_p < 1.0f) return draw_top_p(row, n_vocab, sampler, weights, u);
+    return row.draw_at_least(row.min_p_floor(sampler), sampler.temperature, u);
   }
-  if (sampler.min_p > 0.0f) kept = cut_min_p(weights, kept, sampler.min_p);
-  return row.draw_candidate(kept, sum_of(weights, kept), u);
+  int32_t kept = row.take_largest(sampler.top_k);
+  const double sum = row.weigh(kept, sampler.temperature);
+  if (sampler.top_p < 1.0f) kept = std::max(1, cut_top_p(weights, kept, sum * sampler.top_p));
+  return draw_first(row, kept, sampler, weights, u);
 }
 
 void apply_penalties(const pw_sampler& sampler, float* logits, int32_t* counts) {
@@ -235,12 +275,14 @@ const char* sample_row(const ElementKernels& element, const float* logits, int32
   sampled->n_top = 0;
   sampled->logprob = std::numeric_limits<float>::quiet_NaN();  // not asked for
   if (sampler.n_top >= 0)
-    report_logprobs(Row(element, logits, n_vocab, largest, scratch), std::min(sampler.n_top, n_vocab), scratch, sampled);
+    report_logprobs(Row(element, logits, n_vocab, largest, scratch), std::min(sampler.n_top, n_vocab), scratch,
+                    sampled);
   return nullptr;
 }
 
 const char* check_sampler(const pw_sampler& s, int32_t n_vocab) {
-  if (!finite(s.temperature) || !finite(s.top_p) || !finite(s.min_p)) return "temperature, top_p or min_p is not finite";
+  if (!finite(s.temperature) || !finite(s.top_p) || !finite(s.min_p))
+    return "temperature, top_p or min_p is not finite";
   if (!finite(s.repeat_penalty) || !finite(s.presence_penalty) || !finite(s.frequency_penalty))
     return "a penalty is not finite";
   if (s.repeat_penalty <= 0.0f) return "repeat_penalty must be above 0 (1 = off)";
@@ -248,7 +290,8 @@ const char* check_sampler(const pw_sampler& s, int32_t n_vocab) {
     return "top_k must be 0 or more, top_p above 0, min_p 0 to 1";
   if (s.n_top < -1 || s.n_top > PW_MAX_TOP) return "n_top must be -1 (none) to 20";
   if (s.n_history < 0 || (s.n_history > 0 && !s.history)) return "n_history without history";
-  if (s.n_bias < 0 || (s.n_bias > 0 && !(s.bias_ids && s.bias_values))) return "n_bias without bias_ids and bias_values";
+  if (s.n_bias < 0 || (s.n_bias > 0 && !(s.bias_ids && s.bias_values)))
+    return "n_bias without bias_ids and bias_values";
   for (int32_t i = 0; i < s.n_history; ++i)
     if (s.history[i] < 0 || s.history[i] >= n_vocab) return "a history token is outside of the vocabulary";
   for (int32_t i = 0; i < s.n_bias; ++i)

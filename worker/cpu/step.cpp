@@ -36,8 +36,8 @@ void plan_rope(Step& step, const pw_op& op, OpPlan& plan) {
   const bool interleaved = op.i[4] == 0;
   plan.rope_table = static_cast<int32_t>(step.rope_tables.size());
   plan.fills_table = true;
-  step.rope_tables.push_back({op.weight[2], op.i[3], interleaved, op.f[1], interleaved ? op.i[3] : op.i[3] / 2, nullptr,
-                              nullptr});
+  step.rope_tables.push_back(
+      {op.weight[2], op.i[3], interleaved, op.f[1], interleaved ? op.i[3] : op.i[3] / 2, nullptr, nullptr});
 }
 
 void plan_attention(Step& step, const pw_op& op, OpPlan& plan) {
@@ -224,8 +224,10 @@ pw_step* pw_step_create(const pw_op* ops, int32_t n_ops, const pw_weight* weight
                         const pw_buffer* buffers, int32_t n_buffers, int32_t max_tokens, int32_t max_outputs,
                         pw_team* team, pw_kv* kv) {
   if (!ops || n_ops < 1 || n_weights < 0 || n_buffers < 1 || !buffers || max_tokens < 1 || max_outputs < 1 || !team) {
-    pw::fail(PW_E_ARGUMENT, "a step needs a team and at least one op, buffer, token and output; got %d ops, %d buffers, "
-             "%d tokens, %d outputs", n_ops, n_buffers, max_tokens, max_outputs);
+    pw::fail(PW_E_ARGUMENT,
+             "a step needs a team and at least one op, buffer, token and output; got %d ops, %d buffers, "
+             "%d tokens, %d outputs",
+             n_ops, n_buffers, max_tokens, max_outputs);
     return nullptr;
   }
   try {
@@ -247,9 +249,7 @@ pw_step* pw_step_create(const pw_op* ops, int32_t n_ops, const pw_weight* weight
 
 void pw_step_destroy(pw_step* step) { delete reinterpret_cast<pw::Step*>(step); }
 
-int64_t pw_step_workspace_bytes(const pw_step* step) {
-  return static_cast<int64_t>(pw::as_step(step).workspace_bytes);
-}
+int64_t pw_step_workspace_bytes(const pw_step* step) { return static_cast<int64_t>(pw::as_step(step).workspace_bytes); }
 
 int32_t pw_step_run(pw_step* step, const pw_batch* batch, int32_t n_threads) {
   pw::step_calls.fetch_add(1, std::memory_order_relaxed);

@@ -72,11 +72,11 @@ struct TilePlan {
 
 // What is known of an op when the step is created.
 struct OpPlan {
-  int32_t fused_glu = -1;     // LINEAR: the GLU op that is applied to its outputs at once
-  bool skip = false;          // GLU that a LINEAR does
-  int32_t rope_table = -1;    // ROPE_STORE
-  bool fills_table = false;   // first user of it
-  int32_t tile_plan = -1;     // ATTENTION
+  int32_t fused_glu = -1;    // LINEAR: the GLU op that is applied to its outputs at once
+  bool skip = false;         // GLU that a LINEAR does
+  int32_t rope_table = -1;   // ROPE_STORE
+  bool fills_table = false;  // first user of it
+  int32_t tile_plan = -1;    // ATTENTION
 };
 
 struct Step {

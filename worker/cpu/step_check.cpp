@@ -1,5 +1,5 @@
-// What is refused: op lists that do not fit together when a step is created, batches that would read or write outside of
-// their memory when it runs. Words say the op, what was given and what would do.
+// What is refused: op lists that do not fit together when a step is created, batches that would read or write outside
+// of their memory when it runs. Words say the op, what was given and what would do.
 #include <cstdarg>
 #include <cstdio>
 
@@ -59,8 +59,8 @@ class OpCheck {
   }
 
   bool buffer_of(const char* role, int32_t id, int64_t width) {
-    return buffer(role, id) && need(buffer_at(id).width == width, "%s has width %d, needs %ld", role, buffer_at(id).width,
-                                    static_cast<long>(width));
+    return buffer(role, id) && need(buffer_at(id).width == width, "%s has width %d, needs %ld", role,
+                                    buffer_at(id).width, static_cast<long>(width));
   }
 
   bool same_rows(int32_t a, int32_t b) {
@@ -77,8 +77,8 @@ class OpCheck {
       return false;
     const pw_weight& w = weight_at(id);
     return need(pw_type_supported(w.type), "%s has type %d, which has no kernels", role, w.type) &&
-           need(w.rows > 0 && w.cols > 0 && w.experts > 0, "%s is empty: %d experts of %d x %d", role, w.experts, w.rows,
-                w.cols) &&
+           need(w.rows > 0 && w.cols > 0 && w.experts > 0, "%s is empty: %d experts of %d x %d", role, w.experts,
+                w.rows, w.cols) &&
            need(pw_file_bytes(w.type, w.rows, w.cols) > 0, "%s of type %d can not have %d columns", role, w.type,
                 w.cols) &&
            need(w.packed || w.file, "%s has no data", role);
@@ -111,7 +111,8 @@ class OpCheck {
   }
 
   void linear() {
-    if (!need(op_.i[0] >= 1 && op_.i[0] <= kMaxOutputs, "%d outputs, there can be 1 to %d", op_.i[0], kMaxOutputs)) return;
+    if (!need(op_.i[0] >= 1 && op_.i[0] <= kMaxOutputs, "%d outputs, there can be 1 to %d", op_.i[0], kMaxOutputs))
+      return;
     if (!buffer("in0", op_.in[0])) return;
     for (int32_t j = 0; j < op_.i[0]; ++j) {
       if (!matrix("weight", op_.weight[j])) return;
@@ -196,8 +197,10 @@ class OpCheck {
              down.cols == gate.rows,
          "gate, up and down do not fit: %d x %d, %d x %d, %d x %d with %d, %d, %d experts", gate.rows, gate.cols,
          up.rows, up.cols, down.rows, down.cols, gate.experts, up.experts, down.experts);
-    need(activation_form(gate.type) == activation_form(up.type), "gate of type %d and up of type %d need their input "
-         "in two forms: quantise them alike", gate.type, up.type);
+    need(activation_form(gate.type) == activation_form(up.type),
+         "gate of type %d and up of type %d need their input "
+         "in two forms: quantise them alike",
+         gate.type, up.type);
     if (!buffer_of("in0", op_.in[0], gate.cols) || !buffer_of("in1 (ids)", op_.in[1], op_.i[1]) ||
         !buffer_of("in2 (weights)", op_.in[2], op_.i[1]) || !buffer_of("out0", op_.out[0], down.rows))
       return;

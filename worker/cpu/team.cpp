@@ -246,8 +246,8 @@ extern "C" {
 
 pw_team* pw_team_create(int32_t n_threads, const int32_t* cpus, int32_t spin_us) {
   if (n_threads < 1 || n_threads > 1024 || spin_us < 0) {
-    pw::fail(PW_E_ARGUMENT, "a team of %d threads with a spin of %d us: 1 to 1024 threads, spin of 0 or more", n_threads,
-             spin_us);
+    pw::fail(PW_E_ARGUMENT, "a team of %d threads with a spin of %d us: 1 to 1024 threads, spin of 0 or more",
+             n_threads, spin_us);
     return nullptr;
   }
   try {

@@ -1,9 +1,9 @@
 // A team of threads for one forward pass: fork once, then meet at barriers inside the step, join once.
 //
-// Between steps a worker spins for `spin_us` and then parks on a futex of its own. Inside a step a thread that waits for
-// the others spins too. Where the system has put two of the team on one CPU, the one that waits makes way at once; and
-// who has waited longer than any stage is uneven (a thread has lost its CPU) sleeps, so that the late one may run in its
-// place. A team on a busy or too small machine slows down, not collapses.
+// Between steps a worker spins for `spin_us` and then parks on a futex of its own. Inside a step a thread that waits
+// for the others spins too. Where the system has put two of the team on one CPU, the one that waits makes way at once;
+// and who has waited longer than any stage is uneven (a thread has lost its CPU) sleeps, so that the late one may run
+// in its place. A team on a busy or too small machine slows down, not collapses.
 #pragma once
 #include <atomic>
 #include <cstdint>

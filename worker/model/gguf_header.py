@@ -139,10 +139,13 @@ class _Cursor:
     def count(self, what: str, limit: int, entry_bytes: int) -> int:
         """A number of entries that the rest of the file could hold."""
         count = self.integer("<Q")
-        if count > limit or count * entry_bytes > self.size - self.position:
+        left_bytes = self.size - self.position
+        if count > limit:
+            raise self.fail(f"{count} {what} are impossible: the limit is {limit}; the file is damaged")
+        if count * entry_bytes > left_bytes:
             raise self.fail(
-                f"{count} {what} are impossible: the limit is {limit}, and the file has "
-                f"{self.size - self.position} more bytes"
+                f"{count} {what} need at least {count * entry_bytes} bytes but the file ends after {left_bytes}; it "
+                "is truncated or damaged, download it again"
             )
         return count
 
@@ -237,7 +240,10 @@ def _strings(cursor: _Cursor, key: str) -> StringArray:
     starts.append(position)
     if position > cursor.size or len(starts) != count + 1:
         complete = bisect.bisect_right(starts, cursor.size) - 1
-        raise cursor.fail(f"{count} strings should follow but the file ends after {complete} of them")
+        raise cursor.fail(
+            f"{count} strings should follow but the file ends after {complete} of them; it is "
+            "truncated or damaged, download it again"
+        )
     cursor.position = position
     return StringArray(key, buffer, np.array(starts, np.int64))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from configs.errors import ModelFileError
-from worker.model.pretokenizers import RULES
+from worker.model.pretokenizers import RULES, PreTokenizer
 from worker.model.tokenizer_bpe import BytePairModel
 from worker.model.tokenizer_special import SpecialSplitter
 from worker.model.tokenizer_spm import ScoredMergeModel
@@ -56,6 +56,8 @@ class Tokenizer:
         self._add_space_prefix = add_space_prefix
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._split_user, self._split_all = _make_splitters(vocabulary, strip_right)
+        self._longest_token_bytes = max((len(token.encode()) for token in vocabulary.tokens), default=1)
+        self._keeps_every_byte = not strip_right
 
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Ids of `text`.
@@ -76,6 +78,15 @@ class Tokenizer:
             ids.extend(self._text_model.encode(prefix + piece))
             after_special = False
         return self._with_ends(ids) if add_special else ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, without tokenizing it: every byte is in some token.
+
+        Tells in microseconds that a text of megabytes can not fit, which to count exactly takes many seconds.
+        """
+        if not self._keeps_every_byte:
+            return 0
+        return len(text.encode(errors="replace")) // self._longest_token_bytes
 
     def decode(self, ids: Iterable[int], *, skip_control: bool = False) -> str:
         """The text of `ids`: their pieces in a row, with U+FFFD for bytes that are not UTF-8."""
@@ -133,25 +144,38 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
     Raises ModelFileError where the vocabulary is missing or broken, or its kind is not known.
     """
+    rule = check_tokenizer_kind(metadata)
+    return _load_scored_merge(metadata) if rule is None else _load_byte_pair(metadata, rule)
+
+
+def check_tokenizer_kind(metadata: Mapping[str, Any]) -> PreTokenizer | None:
+    """How a byte-level BPE cuts words; None for SentencePiece. Reads no vocabulary, so it takes no time.
+
+    Raises ModelFileError for a kind of tokenizer, or a way to cut words, that is not known.
+    """
     model = metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
-        return _load_byte_pair(metadata)
+        return _rule_of(metadata)
     if model == "llama":
-        return _load_scored_merge(metadata)
+        return None
     raise ModelFileError(
         f"tokenizer.ggml.model is {model!r}; known are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece); "
-        "try a model of another family, or an engine that knows this tokenizer"
+        "try a model of another family"
     )
 
 
-def _load_byte_pair(metadata: Mapping[str, Any]) -> Tokenizer:
+def _rule_of(metadata: Mapping[str, Any]) -> PreTokenizer:
     name = metadata.get("tokenizer.ggml.pre") or "default"
     rule = RULES.get(name) if isinstance(name, str) else None
     if rule is None:
         raise ModelFileError(
             f"tokenizer.ggml.pre is {name!r}, a way to cut words that is not known here; known are "
-            f"{', '.join(sorted(RULES))}; try an engine that knows it"
+            f"{', '.join(sorted(RULES))}; try a model of another family"
         )
+    return rule
+
+
+def _load_byte_pair(metadata: Mapping[str, Any], rule: PreTokenizer) -> Tokenizer:
     merges = read_array(metadata, "tokenizer.ggml.merges", str)
     if merges is None:
         raise ModelFileError("tokenizer.ggml.merges is missing, so a BPE vocabulary can not be used")

@@ -90,7 +90,7 @@ def rotate(
 
 def activate(x: Float32Array, code: int) -> Float32Array:
     if code == 0:
-        return _f32(x / (1 + np.exp(-x.astype(np.float64))))
+        return _f32(x / (1 + np.exp(-np.maximum(x.astype(np.float64), -700.0))))  # exp(700) still is a number
     inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x.astype(np.float64) ** 3)
     return _f32(0.5 * x * (1 + np.tanh(inner)))
 

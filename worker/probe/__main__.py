@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from configs.parent import die_with_parent
 from plans import host
 from plans.machine import REPORT_VERSION, MachineReport
 from worker.probe.disk import measure_disk
@@ -54,7 +55,11 @@ def measure_machine(folder: Path, library_path: Path | None = None) -> MachineRe
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worker.probe", description="Measure this machine; print JSON.")
     parser.add_argument("--folder", type=Path, required=True, help="where the disk is measured")
-    report = measure_machine(parser.parse_args().folder)
+    parser.add_argument("--parent-pid", type=int, help="end when this process does")
+    options = parser.parse_args()
+    if options.parent_pid is not None:
+        die_with_parent(options.parent_pid)
+    report = measure_machine(options.folder)
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
 
 

@@ -1,6 +1,6 @@
 """Read rates of the disk below a folder: through the page cache's back (dropped first) and with O_DIRECT.
 
-Writes one temporary file, reads it with several block sizes and reads in flight, removes it. A file system
+Writes one temporary file and reads it with several block sizes and reads in flight. A file system
 that lacks O_DIRECT (tmpfs, some overlays) gives a row with the reason.
 """
 
@@ -42,17 +42,14 @@ def measure_disk(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[tuple[Disk
 
 @contextlib.contextmanager
 def _test_file(folder: Path, file_bytes: int) -> Iterator[Path]:
-    handle, name = tempfile.mkstemp(prefix="disk-probe-", dir=folder)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            block = os.urandom(4 << 20)  # a disk that compresses must not shine
-            for _ in range(0, file_bytes, len(block)):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        yield Path(name)
-    finally:
-        os.unlink(name)
+    """A file without a name, so that nothing is left whatever ends this process; it is opened by its descriptor."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        block = os.urandom(4 << 20)  # a disk that compresses must not shine
+        for _ in range(0, file_bytes, len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        yield Path(f"/proc/self/fd/{file.fileno()}")
 
 
 def _measure_row(

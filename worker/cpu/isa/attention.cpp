@@ -58,12 +58,13 @@ PW_INLINE int64_t row_offset(const AttentionTile& tile, int32_t row) {
 
 void start_tile(const AttentionTile& tile, const Work& work) {
   const int32_t head_dim = tile.layer->head_dim;
+  const float scale_log2 = tile.score_scale * kLog2E;
   for (int32_t group = 0; group < work.n_rows; group += kTileRows) {
     const int32_t rows = smaller(kTileRows, work.n_rows - group);
     float* packed = work.query + group * head_dim;
     for (int32_t r = 0; r < rows; ++r) {
       const float* row = tile.query + row_offset(tile, group + r);
-      for (int32_t dim = 0; dim < head_dim; ++dim) packed[dim * rows + r] = row[dim] * tile.score_scale;
+      for (int32_t dim = 0; dim < head_dim; ++dim) packed[dim * rows + r] = row[dim] * scale_log2;
     }
   }
   for (int32_t row = 0; row < work.n_rows; ++row) work.positions[row] = tile.first_position + row / tile.n_heads;
@@ -94,9 +95,15 @@ void run_split(const AttentionTile& tile, const Work& work, int32_t split) {
   for (int32_t page = begin / kPageTokens; page * kPageTokens < end; ++page) {
     const uint8_t* block = layer.block(tile.pages[page], tile.kv_head);
     for (int32_t row = 0; row < work.n_rows; row += kTileRows) {
-      const Rows rows{work.query + row * layer.head_dim, work.positions + row, work.sums + row * layer.head_dim,
-                      work.largest + row, work.lane_sums + row * kLanes, tile.window_tokens, tile.score_softcap};
-      kernels[smaller(kTileRows, work.n_rows - row) - 1](layer, block, page * kPageTokens, rows);
+      const Rows rows{work.query + row * layer.head_dim,
+                      work.positions + row,
+                      work.sums + row * layer.head_dim,
+                      work.largest + row,
+                      work.lane_sums + row * kLanes,
+                      tile.window_tokens,
+                      tile.score_softcap};
+      const int32_t n_rows = smaller(kTileRows, work.n_rows - row), start = page * kPageTokens;
+      if (sees_page(rows, n_rows, start)) kernels[n_rows - 1](layer, block, start, rows);
     }
   }
 }
@@ -114,7 +121,8 @@ void merge(AttentionState* total, float* total_values, const AttentionState& par
     return;
   }
   const float largest = total->largest > part.largest ? total->largest : part.largest;
-  const Lanes old_factor = exp(splat(total->largest - largest)), new_factor = exp(splat(part.largest - largest));
+  const Lanes old_factor = exp2_negative(splat(total->largest - largest));
+  const Lanes new_factor = exp2_negative(splat(part.largest - largest));
   const Lanes sum = fma(splat(part.sum), new_factor, splat(total->sum) * old_factor);
   *total = {largest, _mm256_cvtss_f32(low_half(sum))};
   for (int32_t dim = 0; dim < head_dim; dim += kLanes)

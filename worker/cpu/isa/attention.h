@@ -20,7 +20,8 @@ constexpr int32_t kTileLanes = 1;
 
 constexpr int32_t kPageTokens = PW_PAGE_TOKENS;
 
-// Readers of a block: `key(dim, token)` gives 16 tokens of one dimension, `value(token, dim)` 16 dimensions of one token.
+// Readers of a block: `key(dim, token)` gives 16 tokens of one dimension, `value(token, dim)` 16 dimensions of one
+// token.
 struct F16Reader {
   const uint16_t* keys;
   const uint16_t* values;
@@ -69,7 +70,8 @@ struct Q8Reader {
   }
 };
 
-constexpr float kNoScore = -1e30f;  // finite, so that the difference of two of them is 0 and not NaN
+constexpr float kNoScore = -1e30f;     // finite, so that the difference of two of them is 0 and not NaN
+constexpr float kLog2E = 1.44269504f;  // scores are kept times this: weights are powers of two
 
 struct Range {
   int32_t begin, end;
@@ -80,13 +82,13 @@ PW_INLINE int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
 
 // R rows on their way through the pages of a split: a softmax that is rescaled when a larger score turns up.
 struct Rows {
-  const float* query;         // packed [head_dim][R], scaled
-  const int32_t* positions;   // [R] ascending
-  float* sums;                // [R][head_dim] weighted values
-  float* largest;             // [R] largest score so far
-  float* lane_sums;           // [R][16] sums of weights, by lane
-  int32_t window_tokens;      // 0 = all
-  float softcap;              // 0 = none
+  const float* query;        // packed [head_dim][R], scaled
+  const int32_t* positions;  // [R] ascending
+  float* sums;               // [R][head_dim] weighted values
+  float* largest;            // [R] largest score so far
+  float* lane_sums;          // [R][16] sums of weights, by lane
+  int32_t window_tokens;     // 0 = all
+  float softcap;             // 0 = none
 };
 
 // What the query at `position` sees of the page that starts at position `start`, counted from there.
@@ -123,14 +125,14 @@ PW_INLINE void score_page(const Reader& reader, const float* query, float* score
 
 // A larger score than all before: what was summed up so far counts for less.
 inline __attribute__((noinline)) void raise_largest(const Rows& rows, int32_t r, float score, int32_t head_dim) {
-  const Lanes factor = exp(splat(rows.largest[r] - score));
+  const Lanes factor = exp2_negative(splat(rows.largest[r] - score));
   rows.largest[r] = score;
   store(rows.lane_sums + r * kLanes, load(rows.lane_sums + r * kLanes) * factor);
   float* sums = rows.sums + r * head_dim;
   for (int32_t dim = 0; dim < head_dim; dim += kLanes) store(sums + dim, load(sums + dim) * factor);
 }
 
-// A row's scores of a page become weights e^(score - largest), 0 where it does not see the key.
+// A row's scores of a page become weights 2^(score - largest), 0 where it does not see the key.
 PW_INLINE void weigh_row(const Rows& rows, int32_t r, Range seen, float* scores, int32_t head_dim) {
   if (seen.begin >= seen.end) {
     store(scores, zero());
@@ -139,7 +141,7 @@ PW_INLINE void weigh_row(const Rows& rows, int32_t r, Range seen, float* scores,
   }
   Lanes low = load(scores), high = load(scores + kLanes);
   if (rows.softcap != 0.0f) {
-    const Lanes cap = splat(rows.softcap), inverse = splat(1.0f / rows.softcap);
+    const Lanes cap = splat(rows.softcap * kLog2E), inverse = splat(1.0f / (rows.softcap * kLog2E));
     low = cap * tanh(low * inverse);
     high = cap * tanh(high * inverse);
   }
@@ -150,8 +152,8 @@ PW_INLINE void weigh_row(const Rows& rows, int32_t r, Range seen, float* scores,
   const Lanes both = max(low, high);
   if (mask_greater(both, splat(rows.largest[r]))) raise_largest(rows, r, reduce_max(both), head_dim);
   const Lanes largest = splat(rows.largest[r]);
-  low = exp(low - largest);
-  high = exp(high - largest);
+  low = exp2_negative(low - largest);
+  high = exp2_negative(high - largest);
   store(scores, low);
   store(scores + kLanes, high);
   store(rows.lane_sums + r * kLanes, load(rows.lane_sums + r * kLanes) + low + high);
@@ -175,6 +177,12 @@ PW_INLINE void add_values(const Reader& reader, const float* weights, Range toke
   }
   for (int32_t r = 0; r < R; ++r)
     for (int32_t l = 0; l < L; ++l) store(sums + r * reader.head_dim + dim + l * kLanes, total[r][l]);
+}
+
+// Whether any of the rows sees anything of the page that starts at position `start`.
+PW_INLINE bool sees_page(const Rows& rows, int32_t n_rows, int32_t start) {
+  return rows.positions[n_rows - 1] >= start &&
+         (rows.window_tokens == 0 || rows.positions[0] - rows.window_tokens + 1 < start + kPageTokens);
 }
 
 // One page, whose first position is `start`, into the state of R rows.

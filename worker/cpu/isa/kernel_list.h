@@ -25,6 +25,7 @@ float row_max(const float* x, int32_t n, bool* has_nan);
 int32_t first_equal(const float* x, int32_t n, float value);
 void exp_sums(const float* x, int32_t n, float largest, float inverse_temperature, float floor, double* chunk_sums);
 void block_max(const float* x, int32_t n, float* maxima);
-int32_t collect_at_least(const float* x, int32_t n, float threshold, int32_t* ids, int32_t capacity);
+int32_t count_between(const float* x, int32_t n, float low, float high);
+int32_t collect_between(const float* x, int32_t n, float low, float high, int32_t* ids);
 
 }  // namespace pw::PW_ISA

@@ -35,8 +35,10 @@ PW_INLINE Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.
 PW_INLINE Lanes max(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where one is NaN
 PW_INLINE Lanes min(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
 PW_INLINE Lanes absolute(Lanes a) { return {_mm512_abs_ps(a.v)}; }
-PW_INLINE Lanes round_even(Lanes a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-PW_INLINE Lanes two_to(Lanes whole) { return {_mm512_scalef_ps(_mm512_set1_ps(1.0f), whole.v)}; }
+PW_INLINE Lanes round_even(Lanes a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+PW_INLINE Lanes times_two_to(Lanes a, Lanes whole) { return {_mm512_scalef_ps(a.v, whole.v)}; }
 PW_INLINE Lanes zero_where_less(Lanes x, Lanes a, Lanes b) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_NLT_UQ), x.v)};
 }
@@ -109,7 +111,9 @@ PW_INLINE __m256 two_to8(__m256 whole) {  // whole in [-126, 127]
   const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
   return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
 }
-PW_INLINE Lanes two_to(Lanes whole) { return {two_to8(whole.lo), two_to8(whole.hi)}; }
+PW_INLINE Lanes times_two_to(Lanes a, Lanes whole) {
+  return {_mm256_mul_ps(a.lo, two_to8(whole.lo)), _mm256_mul_ps(a.hi, two_to8(whole.hi))};
+}
 PW_INLINE Lanes zero_where_less(Lanes x, Lanes a, Lanes b) {
   return {_mm256_and_ps(x.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_NLT_UQ)),
           _mm256_and_ps(x.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_NLT_UQ))};
@@ -122,7 +126,8 @@ PW_INLINE Lanes keep(Lanes x, int32_t begin, int32_t end, Lanes other) {
   return {keep8(x.lo, begin, end, other.lo), keep8(x.hi, begin - 8, end - 8, other.hi)};
 }
 PW_INLINE Lanes load_f16(const uint16_t* p) {
-  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
 PW_INLINE void store_f16(uint16_t* p, Lanes a) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
@@ -189,7 +194,23 @@ PW_INLINE Lanes exp(Lanes x) {
   series = fma(series, rest, splat(1.6666665459e-1f));
   series = fma(series, rest, splat(5.0000001201e-1f));
   const Lanes value = fma(series, rest * rest, rest) + splat(1.0f);
-  return zero_where_less(value * two_to(whole), x, lowest);
+  return zero_where_less(times_two_to(value, whole), x, lowest);
+}
+
+// 2^x for x of at most 0, within 2 units in the last place; exactly 1 at 0, exactly 0 below -126, NaN stays NaN. The
+// series is Taylor's: its terms from the seventh on are below a rounding for |rest| of at most a half.
+PW_INLINE Lanes exp2_negative(Lanes x) {
+  const Lanes lowest = splat(-126.0f);
+  const Lanes bounded = max(lowest, x);
+  const Lanes whole = round_even(bounded);
+  const Lanes rest = bounded - whole;
+  Lanes series = splat(1.540353039e-4f);
+  series = fma(series, rest, splat(1.333355815e-3f));
+  series = fma(series, rest, splat(9.618129108e-3f));
+  series = fma(series, rest, splat(5.550410866e-2f));
+  series = fma(series, rest, splat(2.402265070e-1f));
+  series = fma(series, rest, splat(6.931471806e-1f));
+  return zero_where_less(times_two_to(fma(series, rest, splat(1.0f)), whole), x, lowest);
 }
 
 // tanh x through e^(-2|x|), so that large inputs do not overflow; the sign is put back at the end

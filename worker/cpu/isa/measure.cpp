@@ -45,8 +45,8 @@ uint64_t read_sum(const uint8_t* memory, size_t bytes) {
   __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
   for (size_t i = 0; i < bytes; i += 64)
     for (int32_t half = 0; half < 2; ++half)
-      sums[half] = _mm256_add_epi64(
-          sums[half], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(memory + i + 32 * half)));
+      sums[half] =
+          _mm256_add_epi64(sums[half], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(memory + i + 32 * half)));
   return sum_lanes(_mm256_add_epi64(sums[0], sums[1]));
 }
 

@@ -46,8 +46,7 @@ PW_INLINE uint16_t quantize_block(const float* x, int32_t n, int8_t* codes) {
   const float step = from_f16(stored);
   const Lanes inverse = splat(step > 0 ? 1.0f / step : 0.0f);
   const Lanes limit = splat(127.0f);
-  for (int32_t i = 0; i < n; i += kLanes)
-    store_i8(codes + i, max(zero() - limit, min(limit, load(x + i) * inverse)));
+  for (int32_t i = 0; i < n; i += kLanes) store_i8(codes + i, max(zero() - limit, min(limit, load(x + i) * inverse)));
   return stored;
 }
 

@@ -3,6 +3,16 @@
 #include "lanes.h"
 
 namespace pw::PW_ISA {
+namespace {
+
+// Which of the 16 lanes from i on are in [low, high), as bits.
+PW_INLINE uint32_t found_between(const float* x, int32_t i, int32_t n, float low, float high) {
+  const Lanes v = load_first(x + i, n - i);
+  const uint32_t found = mask_at_least(v, splat(low)) & mask_greater(splat(high), v);
+  return n - i < kLanes ? found & ((1u << (n - i)) - 1) : found;
+}
+
+}  // namespace
 
 float row_max(const float* x, int32_t n, bool* has_nan) {
   const Lanes lowest = splat(-__builtin_inff());
@@ -57,15 +67,17 @@ void block_max(const float* x, int32_t n, float* maxima) {
   }
 }
 
-int32_t collect_at_least(const float* x, int32_t n, float threshold, int32_t* ids, int32_t capacity) {
-  const Lanes least = splat(threshold);
+int32_t count_between(const float* x, int32_t n, float low, float high) {
   int32_t count = 0;
-  for (int32_t i = 0; i < n; i += kLanes) {
-    uint32_t found = mask_at_least(load_first(x + i, n - i), least);
-    if (n - i < kLanes) found &= (1u << (n - i)) - 1;
-    for (; found; found &= found - 1, ++count)
-      if (count < capacity) ids[count] = i + __builtin_ctz(found);
-  }
+  for (int32_t i = 0; i < n; i += kLanes) count += __builtin_popcount(found_between(x, i, n, low, high));
+  return count;
+}
+
+int32_t collect_between(const float* x, int32_t n, float low, float high, int32_t* ids) {
+  int32_t count = 0;
+  for (int32_t i = 0; i < n; i += kLanes)
+    for (uint32_t found = found_between(x, i, n, low, high); found; found &= found - 1)
+      ids[count++] = i + __builtin_ctz(found);
   return count;
 }
 
