@@ -81,6 +81,59 @@ class DiskRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str | None = None
 
 
+class CopyRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kind`: "pinned in", "pinned out", "pageable in", "pinned in beside CPU reads", or "peer N" to GPU N."""
+
+    kind: str
+    block_bytes: int
+    bytes_per_s: float
+
+
+class GpuKernelRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One weight type's matrix kernels, weights beyond the L2 cache. Bytes are those of the file."""
+
+    type: str
+    decode_bytes_per_s: float | None
+    prefill_macs_per_s: float | None
+    reason: str | None = None
+
+
+class GpuRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one GPU was measured to do. None: not measured, `missing` says why.
+
+    `link_generation` and `link_width`: of PCIe under load. Clocks in MHz. `foreign_processes`: others that use it.
+    `graph_node_s`: from one empty kernel of a graph to the next. `handover_s`: a kernel asks the CPU and is answered.
+    """
+
+    ordinal: int
+    name: str
+    driver_version: str
+    capability: int  # 75, 80, 90, ...
+    n_processors: int
+    memory_total_bytes: int
+    memory_free_bytes: int
+    link_generation: int | None = None
+    link_width: int | None = None
+    clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    foreign_processes: tuple[str, ...] = ()
+    copies: tuple[CopyRate, ...] = ()
+    read_bytes_per_s: float | None = None
+    zero_copy_bytes_per_s: float | None = None
+    launch_s: float | None = None
+    graph_node_s: float | None = None
+    handover_s: float | None = None
+    kernels: tuple[GpuKernelRate, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def kernel(self, type_name: str) -> GpuKernelRate | None:
+        return next((rate for rate in self.kernels if rate.type == type_name), None)
+
+    def copy_bytes_per_s(self, kind: str) -> float | None:
+        """The best rate of a kind of copy."""
+        return max((rate.bytes_per_s for rate in self.copies if rate.kind == kind), default=None)
+
+
 class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything the search may know about a machine. `missing`: what could not be measured, and why."""
 
@@ -98,6 +151,7 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     missing: tuple[str, ...]
     measured_at: str  # UTC, ISO 8601
     probe_s: float
+    gpus: tuple[GpuRates, ...] = ()
 
     def ram_bytes_per_s(self, threads: int, huge_pages: bool | None = None) -> float | None:
         """The best measured read rate with at most `threads` threads; None when nothing was measured."""

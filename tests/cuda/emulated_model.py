@@ -11,7 +11,8 @@ from tests.cuda.emulator.device import EmulatedLauncher
 from tests.cuda.host_device import HostDevice
 from worker.cuda.cuda_kernels import CudaKernels
 
-MATRIX_SOURCES = ("gemv.cu", "moe.cu", "quantise.cu", "repack.cu")
+_MATRIX_STEMS = ("gemv", "moe_gate_up", "moe_down", "quantise", "repack", "halves", "group", "mma")
+MATRIX_SOURCES = tuple(f"{stem}.cu" for stem in _MATRIX_STEMS)
 
 
 class ModelLauncher:
@@ -57,6 +58,6 @@ def emulated_kernels(folder: Path) -> Any:
     """A kernel factory for `load_gpu`."""
 
     def make(device: HostDevice) -> CudaKernels:
-        return CudaKernels(device, ModelLauncher(device, folder))  # type: ignore[arg-type]
+        return CudaKernels(device, ModelLauncher(device, folder), make_blas=lambda _: None)  # type: ignore[arg-type]
 
     return make

@@ -351,6 +351,9 @@ class NumpyKernels:
 
         self._submit(("moe", shape.n_tokens, stacks[0].experts, ids.width), work)
 
+    def takes_network(self, rows: int) -> bool:
+        return False
+
     def select(self, shape: StepShape, source: Rows, out: Rows) -> None:
         def work() -> None:
             rows = view(shape.inputs.output_rows, (shape.n_outputs,), np.int32)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from tests.cuda.devices import Device
 from worker.cuda.formats import GpuMatrix, planar_row_bytes, type_id_of
 from worker.cuda.matmul import Activations, Epilogue, Norm, Part, gemv, quantise
-from worker.cuda.matmul_moe import Chosen, Experts, RouterRule, hidden_bytes, moe_decode
+from worker.cuda.matmul_moe import DENSE, Chosen, Experts, RouterRule, hidden_bytes, moe_decode
 from worker.cuda.repack import repack
 from worker.model.quants import FORMATS, dequantize
 from worker.model.types import BY_NAME
@@ -207,6 +207,8 @@ def check_moe(
     else:
         source, inputs = put_quantised(device, x)
         choice = Chosen(device.put(np.ascontiguousarray(ids)), device.put(np.ascontiguousarray(weights)))
+        if n_experts == 1:
+            choice, weights = DENSE, np.ones_like(weights)
         moe_decode(device.launcher, experts, choice, source, n_tokens, hidden, output, accumulate=True)
     expected = start.astype(np.float64)
     for token in range(n_tokens):

@@ -1,4 +1,4 @@
-"""The GPU executor on the host stand-in: lowering, inputs, graphs, upload and sections against the reference, exactly."""
+"""The GPU executor on the host stand-in: lowering, inputs, graphs, upload and sections against the reference."""
 
 from __future__ import annotations
 

@@ -41,6 +41,10 @@ def test_mixture(device: EmulatedDevice, n_tokens: int, in_kernel: bool) -> None
     )
 
 
+def test_dense_network(device: EmulatedDevice) -> None:
+    checks.check_moe(device, ("Q8_0", "Q4_0", "Q5_0"), 2, (96, 64, 1, 1), in_kernel=False)
+
+
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_tensor_cores(device: EmulatedDevice, name: str) -> None:
     prefill_checks.check_tensor_cores(device, name, 17, 140, 160)

@@ -67,6 +67,12 @@ def test_mixture(device: GpuDevice, down: str, n_tokens: int, in_kernel: bool) -
     )
 
 
+@pytest.mark.parametrize("n_tokens", [1, 2, 5, 8])
+def test_dense_network(device: GpuDevice, n_tokens: int) -> None:
+    checks.check_moe(device, ("Q4_K", "Q4_K", "Q6_K"), n_tokens, (512, 3584, 1, 1), in_kernel=False)
+    checks.check_moe(device, ("Q4_K", "Q4_K", "Q6_K"), n_tokens, (256, 14336, 1, 1), in_kernel=False)
+
+
 @pytest.mark.parametrize("name", checks.FLOAT_TYPES + checks.QUANT_TYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(37, 256), (520, 2048)])
 def test_tensor_cores(device: GpuDevice, name: str, rows: int, cols: int) -> None:

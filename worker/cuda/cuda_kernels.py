@@ -1,21 +1,27 @@
 """The kernel seam's real side: calls the wrappers of the CUDA files with the addresses that lowering knows.
 
-Few rows (decode) are multiplied as 8-bit codes, many (prefill) as f16; norms, gated products and attention leave
-their result in the form that the step's matrices will read, so nothing is converted twice.
+Few rows (decode) are multiplied as 8-bit codes, many (prefill) as f16; norms, gated products and attention write the
+codes where the matrices of the step will read them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from worker.cuda import attention, ops, router, sampler
 from worker.cuda.attention import Heads, KvPointers, Rope, Scores, StepPointers
+from worker.cuda.blas import CuBlas
 from worker.cuda.device import Device
 from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix, planar_row_bytes
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.kv_cache import KvLayerArrays
-from worker.cuda.matmul_choice import Matmul, reads_codes
+from worker.cuda.linear import needs_codes
+from worker.cuda.matmul_moe import RouterRule
 from worker.cuda.memory import aligned
 from worker.cuda.ops import FileRows, Outputs
+from worker.cuda.prefill import Blas
+from worker.cuda.products import NETWORK_ROWS, Products
 from worker.cuda.repack import repack
 from worker.cuda.router import Router
 from worker.cuda.sampling import SamplingBuffers
@@ -40,12 +46,19 @@ def _routers(oplist: OpList) -> list[Op]:
 class CudaKernels(KernelSet):
     """KernelSet on one device's compute stream. `pdl`: kernels may start while the one in front of them ends."""
 
-    def __init__(self, device: Device, launcher: Launcher | None = None, pdl: bool = True) -> None:
+    def __init__(
+        self,
+        device: Device,
+        launcher: Launcher | None = None,
+        pdl: bool = True,
+        make_blas: Callable[[int], Blas | None] = CuBlas,
+    ) -> None:
         self.launcher = launcher or Launcher(device.ordinal, device.stream)
         self.pdl = pdl
-        self._matmul = Matmul(self.launcher, pdl)
+        self._products = Products(self.launcher, make_blas(device.stream), pdl)
         self._sampling: SamplingBuffers | None = None
         self._attention_scratch = self._router_scratch = 0
+        self._rule = RouterRule(0)  # of the router whose mixture comes next
 
     def row_bytes(self, type_id: int, columns: int) -> int:
         return planar_row_bytes(type_id, columns)
@@ -67,7 +80,11 @@ class CudaKernels(KernelSet):
             default=0,
         )
         routed = max((router.workspace_bytes(max_tokens, op.ints[0]) for op in _routers(oplist)), default=0)
-        return aligned(attended), aligned(routed), aligned(self._matmul.scratch_bytes(oplist, max_tokens))
+        return (
+            aligned(attended),
+            aligned(routed),
+            aligned(self._products.scratch_bytes(oplist, max_tokens, max_outputs)),
+        )
 
     def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:
         return sum(self._scratch_parts(oplist, max_tokens, max_outputs))
@@ -83,17 +100,14 @@ class CudaKernels(KernelSet):
         attended, routed, _ = self._scratch_parts(oplist, max_tokens, max_outputs)
         self._attention_scratch = scratch
         self._router_scratch = scratch + attended
-        self._matmul.use_scratch(oplist, max_tokens, scratch + attended + routed)
+        self._products.use_scratch(scratch + attended + routed)
         self._sampling = sampling
 
     def _forms(self, rows: int, out: Rows) -> Outputs:
         """What a producer has to write of `out` in a step of so many rows."""
-        values = out.values if out.values_are_read or not out.codes else 0
-        if not out.codes:
+        if not out.codes or not needs_codes(rows):
             return Outputs(values=out.values)
-        if reads_codes(rows):
-            return Outputs(values, 0, out.codes, out.scales, out.sums)
-        return Outputs(values, out.halves)
+        return Outputs(out.values if out.values_are_read else 0, 0, out.codes, out.scales, out.sums)
 
     def embed(self, shape: StepShape, table: RowTable, out: Rows, scale: float) -> None:
         rows = FileRows(table.type_id, table.address, table.row_bytes, table.columns)
@@ -104,6 +118,8 @@ class CudaKernels(KernelSet):
     def rms_norm(
         self, rows: int, source: Rows, weight: int, out: Rows, eps: float, add: bool, shape: StepShape
     ) -> None:
+        if out.norm and rows == 1:
+            return
         forms = Outputs(values=out.values) if add else self._forms(rows, out)
         ops.rms_norm(
             self.launcher, source.values, weight, rows, source.width, eps, forms, accumulate=add, pdl=self.pdl
@@ -121,7 +137,7 @@ class CudaKernels(KernelSet):
         softcap: float,
         shape: StepShape,
     ) -> None:
-        self._matmul.linear(rows, source, matrices, outs, biases, accumulate, scale, softcap)
+        self._products.linear(rows, source, matrices, outs, biases, accumulate, scale, softcap)
 
     def rope_store(
         self,
@@ -220,6 +236,9 @@ class CudaKernels(KernelSet):
         scale: float,
     ) -> None:
         n_experts, n_used, gating, normalize = ints
+        if source.norm and shape.n_tokens == 1:
+            self._rule = self._products.router_logits(source, matrix, bias, gating, bool(normalize), scale)
+            return
         settings = Router(
             matrix.pointer,
             matrix.type_id == _F16,
@@ -253,7 +272,26 @@ class CudaKernels(KernelSet):
         activation: int,
         accumulate: bool,
     ) -> None:
-        self._matmul.moe(shape.n_tokens, source, ids, weights, stacks, out, activation, accumulate)
+        if source.norm and shape.n_tokens == 1:
+            self._products.moe_of_one(source, self._rule, ids.width, stacks, out, activation, accumulate)
+            return
+        self._products.moe(shape.n_tokens, source, ids, weights, stacks, out, activation, accumulate)
+
+    def takes_network(self, rows: int) -> bool:
+        return 0 < rows <= NETWORK_ROWS
+
+    def network(
+        self,
+        rows: int,
+        source: Rows,
+        matrices: tuple[GpuMatrix, GpuMatrix, GpuMatrix],
+        hidden: Rows,
+        out: Rows,
+        activation: int,
+        accumulate: bool,
+        shape: StepShape,
+    ) -> None:
+        self._products.network(rows, source, matrices, hidden, out, activation, accumulate)
 
     def select(self, shape: StepShape, source: Rows, out: Rows) -> None:
         ops.select_rows(

@@ -43,11 +43,12 @@ def workspace(experts: Experts, n_tokens: int, base: int = 0) -> GroupedWorkspac
         slots * n_ff * 2,
         slots * n_embd * 4,
     )
-    addresses, end = [], base
+    addresses: list[int] = []
+    end = base
     for size in sizes:
         addresses.append(end)
         end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return GroupedWorkspace(*addresses, total_bytes=end - base)
+    return GroupedWorkspace(*addresses, end - base)
 
 
 def token_tile(experts: Experts, n_tokens: int) -> int:

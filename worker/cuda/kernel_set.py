@@ -43,7 +43,8 @@ class KernelSet(Protocol):
     def rms_norm(
         self, rows: int, source: Rows, weight: int, out: Rows, eps: float, add: bool, shape: StepShape
     ) -> None:
-        """Also fills the form of `out` that matrices will want in a step of this shape."""
+        """Also fills the form of `out` that matrices will want in a step of this shape. May do nothing for one row
+        where `out.norm` says that its readers can do without."""
         ...
 
     def linear(
@@ -110,6 +111,24 @@ class KernelSet(Protocol):
         activation: int,
         accumulate: bool,
     ) -> None: ...
+
+    def takes_network(self, rows: int) -> bool:
+        """Whether `network` stands for gate and up, gated product and down in a step of so many rows."""
+        ...
+
+    def network(
+        self,
+        rows: int,
+        source: Rows,
+        matrices: tuple[Matrix, Matrix, Matrix],
+        hidden: Rows,
+        out: Rows,
+        activation: int,
+        accumulate: bool,
+        shape: StepShape,
+    ) -> None:
+        """out (+)= down (act(gate x) * up x); `hidden` is room for what is between."""
+        ...
 
     def select(self, shape: StepShape, source: Rows, out: Rows) -> None: ...
 

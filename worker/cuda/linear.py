@@ -1,7 +1,7 @@
 """The matrix products an executor calls: picks the kernel for the number of tokens.
 
     linear(launcher, parts, source, n_tokens, ...)  y_j (+)= W_j x for up to three matrices of one input
-    moe(launcher, experts, choice, source, ...)     y (+)= the mixture of experts
+    moe(launcher, experts, choice, source, ...)     y (+)= the mixture of experts, or, for few tokens, a dense network
 
 Up to GEMV_TOKENS tokens run on matrix-vector kernels with 8-bit activations (`source.codes`, or made in the kernel),
 up to CUBLAS_TOKENS on tensor cores with weights unpacked in the kernel, from there on dense matrices go through

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from worker.cuda.fusion import dense_networks, folded_norms
 from worker.cuda.kernel_set import KernelSet, Matrix
 from worker.cuda.kv_cache import DeviceKvCache
 from worker.cuda.memory import DeviceMemory, aligned
-from worker.cuda.values import Rows, RowTable, StepShape
+from worker.cuda.values import FoldedNorm, Rows, RowTable, StepShape
 from worker.ops.oplist import Buffer, Op, OpKind, OpList
 
 GROUP = 32  # activations that share a scale
@@ -71,10 +72,10 @@ def buffer_bytes(oplist: OpList, max_tokens: int, max_outputs: int) -> int:
 
 
 def _part_bytes(buffer: Buffer, is_source: bool, rows: int) -> list[int]:
-    """values, then codes, scales, sums and halves of a buffer that matrices multiply."""
+    """values, then codes, scales and sums of a buffer that matrices multiply."""
     values = rows * buffer.width
     groups = rows * -(-buffer.width // GROUP)
-    parts = [4 * values] + ([values, 4 * groups, 4 * groups, 2 * values] if is_source else [])
+    parts = [4 * values] + ([values, 4 * groups, 4 * groups] if is_source else [])
     return [aligned(part) for part in parts]
 
 
@@ -107,12 +108,26 @@ class Lowering:
     ) -> None:
         self.oplist, self.kernels = oplist, kernels
         self.buffers, self.weights, self.cache = buffers, weights, cache
+        self._folded, self._networks = folded_norms(oplist), dense_networks(oplist)
 
     def launches(self) -> tuple[Launch, ...]:
         return tuple(
             Launch(op.kind, op.layer, _LOWER[op.kind](self, op, index))
             for index, op in enumerate(self.oplist.ops)
         )
+
+    def _norm_at(self, at: int) -> FoldedNorm:
+        op = self.oplist.ops[at]
+        return FoldedNorm(self.buffers[op.inputs[0]].values, self.vector(op.weights[0]), op.floats[0])
+
+    def source(self, op: Op, at: int) -> Rows:
+        """The rows that the matrices of `op` multiply, with the norm in front of them if it can be folded."""
+        rows = self.buffers[op.inputs[0]]
+        return replace(rows, norm=self._norm_at(self._folded[at])) if at in self._folded else rows
+
+    def network_at(self, at: int) -> bool:
+        """Whether op `at` begins a dense network."""
+        return at in self._networks
 
     def inputs(self, op: Op) -> tuple[Rows, ...]:
         return tuple(self.buffers[index] for index in op.inputs)
@@ -126,7 +141,8 @@ class Lowering:
     def product(self, op: Op, at: int) -> Rows:
         """The one output of a norm, attention or gated product, with what its readers want of it."""
         rows = self.buffers[op.outputs[0]]
-        return replace(rows, values_are_read=values_are_read(self.oplist, at, op.outputs[0]))
+        norm = self._norm_at(at) if at in self._folded.values() else None
+        return replace(rows, values_are_read=values_are_read(self.oplist, at, op.outputs[0]), norm=norm)
 
     def matrices(self, op: Op) -> tuple[Matrix, ...]:
         return tuple(self.weights.matrices[index] for index in op.weights)
@@ -157,12 +173,45 @@ def _rms_norm(lowering: Lowering, op: Op, at: int) -> Enqueue:
 
 
 def _linear(lowering: Lowering, op: Op, at: int) -> Enqueue:
-    (source,), outs, matrices = lowering.inputs(op), lowering.outputs(op), lowering.matrices(op)
+    source, outs, matrices = lowering.source(op, at), lowering.outputs(op), lowering.matrices(op)
     biases = tuple(lowering.vector(index) for index in op.biases)
     rows, accumulate, (scale, softcap) = _rows_of(lowering, op.inputs[0]), bool(op.ints[1]), op.floats
-    return lambda shape: lowering.kernels.linear(
-        rows(shape), source, matrices, outs, biases, accumulate, scale or 1.0, softcap, shape
-    )
+
+    def enqueue(shape: StepShape) -> None:
+        lowering.kernels.linear(
+            rows(shape), source, matrices, outs, biases, accumulate, scale or 1.0, softcap, shape
+        )
+
+    if lowering.network_at(at):
+        return _network(lowering, op, at, enqueue)
+    return _unless_network(lowering, at - 2, rows, enqueue)
+
+
+def _network(lowering: Lowering, op: Op, at: int, otherwise: Enqueue) -> Enqueue:
+    """gate and up in a step whose rows the kernels take as a whole network: all three ops."""
+    source, (hidden, _), (gate, up) = lowering.source(op, at), lowering.outputs(op), lowering.matrices(op)
+    glu, last = lowering.oplist.ops[at + 1 : at + 3]
+    (out,), (down,) = lowering.outputs(last), lowering.matrices(last)
+    rows, activation, accumulate = _rows_of(lowering, op.inputs[0]), glu.ints[0], bool(last.ints[1])
+
+    def enqueue(shape: StepShape) -> None:
+        if not lowering.kernels.takes_network(rows(shape)):
+            otherwise(shape)
+            return
+        lowering.kernels.network(
+            rows(shape), source, (gate, up, down), hidden, out, activation, accumulate, shape
+        )
+
+    return enqueue
+
+
+def _unless_network(
+    lowering: Lowering, begin: int, rows: Callable[[StepShape], int], enqueue: Enqueue
+) -> Enqueue:
+    """Nothing, where the op is part of a network that began at `begin` and has been queued there."""
+    if not lowering.network_at(begin):
+        return enqueue
+    return lambda shape: None if lowering.kernels.takes_network(rows(shape)) else enqueue(shape)
 
 
 def _rope_store(lowering: Lowering, op: Op, at: int) -> Enqueue:
@@ -182,17 +231,22 @@ def _attention(lowering: Lowering, op: Op, at: int) -> Enqueue:
 def _glu(lowering: Lowering, op: Op, at: int) -> Enqueue:
     (gate, up), out, activation = lowering.inputs(op), lowering.product(op, at), op.ints[0]
     rows = _rows_of(lowering, op.inputs[0])
-    return lambda shape: lowering.kernels.glu(rows(shape), gate, up, out, activation, shape)
+    return _unless_network(
+        lowering,
+        at - 1,
+        rows,
+        lambda shape: lowering.kernels.glu(rows(shape), gate, up, out, activation, shape),
+    )
 
 
 def _router(lowering: Lowering, op: Op, at: int) -> Enqueue:
-    (source,), (ids, weights), (matrix,) = lowering.inputs(op), lowering.outputs(op), lowering.matrices(op)
+    source, (ids, weights), (matrix,) = lowering.source(op, at), lowering.outputs(op), lowering.matrices(op)
     bias, scale = lowering.vector(op.biases[0]), op.floats[0]
     return lambda shape: lowering.kernels.router(shape, source, matrix, bias, ids, weights, op.ints, scale)
 
 
 def _moe(lowering: Lowering, op: Op, at: int) -> Enqueue:
-    (source, ids, weights), (out,) = lowering.inputs(op), lowering.outputs(op)
+    source, (_, ids, weights), (out,) = lowering.source(op, at), lowering.inputs(op), lowering.outputs(op)
     gate, up, down = lowering.matrices(op)
     activation, accumulate = op.ints[0], bool(op.ints[2])
     return lambda shape: lowering.kernels.moe(

@@ -101,29 +101,31 @@ def token_bytes(cols: int, float_weights: bool) -> int:
 
 
 def choose_tiling(
-    launcher: Launcher, n_rows: int, row_bytes: int, activation_bytes: int, rows: int
+    launcher: Launcher, n_rows: int, row_bytes: int, activation_bytes: int, rows: int, n_tokens: int
 ) -> Tiling | None:
-    """Enough warps to have a small matrix in flight at once, rings for the rest; None when nothing fits.
+    """Enough warps to have a small matrix in flight at once, rings for the rest; None when so many tokens do not fit.
 
     Two blocks should fit on a multiprocessor, so that a kernel can start while the one in front ends.
     """
     budget = launcher.shared_bytes - _RESERVED_SHARED_BYTES
-    for limit in (budget // 2 - 1024, budget):
+    shared_half = budget // 2 - 1024
+    options = [(shared_half, (16, 8)), (budget, (16, 8)), (shared_half, (4,)), (budget, (4,))]
+    if n_tokens == 1:
+        options.append((budget, (2, 1)))
+    for limit, warp_counts in options:
         for n in sorted({rows, 1}, reverse=True):
             groups = -(-n_rows // n)
             per_sm = -(-groups // launcher.sm_count)
-            warps = min(_MAX_WARPS, max(4, -(-per_sm // 4) * 4))
-            stages = min(4, max(1, -(-per_sm // warps)))
-            for w in sorted({warps, 8, 4}, reverse=True):
-                fitting = (limit - activation_bytes) // (w * n * row_bytes)
-                if w <= warps and fitting >= min(stages, 2):
+            wanted = min(_MAX_WARPS, max(4, -(-per_sm // 4) * 4))
+            for warps in sorted({min(wanted, count) for count in warp_counts}, reverse=True):
+                stages = min(4, max(1, -(-per_sm // warps)))
+                fitting = (limit - activation_bytes) // (warps * n * row_bytes)
+                if fitting >= min(stages, 2):
                     used = min(stages, fitting)
-                    shared = activation_bytes + w * used * n * row_bytes
-                    return Tiling(w, used, n, shared, min(-(-groups // w), launcher.sm_count))
-    fitting = (budget - activation_bytes) // row_bytes
-    if fitting < 1:
-        return None
-    return Tiling(min(4, fitting), 1, 1, activation_bytes + min(4, fitting) * row_bytes, launcher.sm_count)
+                    shared = activation_bytes + warps * used * n * row_bytes
+                    per_block = 2 if limit == shared_half and per_sm > 4 * warps else 1
+                    return Tiling(warps, used, n, shared, min(groups, launcher.sm_count * per_block))
+    return None
 
 
 def gemv(
@@ -163,6 +165,7 @@ def _gemv_group(
         row_bytes,
         n_tokens * token_bytes(cols, floats),
         _rows_at_once(launcher, n_rows, n_tokens),
+        n_tokens,
     )
     if tiling is None or n_tokens > GEMV_TOKENS:
         _split_tokens(launcher, parts, source, n_tokens, norm, epilogue, pdl)

@@ -20,7 +20,10 @@ _QUANTISED, _PLAIN, _NORMED = 0, 1, 2
 
 
 class Experts(msgspec.Struct, frozen=True):
-    """gate and up [experts, n_ff, n_embd], down [experts, n_embd, n_ff]; activation 0 silu, 1 gelu (tanh)."""
+    """gate and up [experts, n_ff, n_embd], down [experts, n_embd, n_ff]; activation 0 silu, 1 gelu (tanh).
+
+    A dense network is one expert of which one is used, with DENSE for the choice.
+    """
 
     gate: GpuMatrix
     up: GpuMatrix
@@ -34,6 +37,9 @@ class Chosen(msgspec.Struct, frozen=True):
 
     ids: int
     weights: int
+
+
+DENSE = Chosen(0, 0)
 
 
 class RouterRule(msgspec.Struct, frozen=True):
@@ -113,15 +119,15 @@ def moe_decode(
 ) -> None:
     """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source`; `hidden` is scratch of hidden_bytes.
 
-    Types must be quantised. The first of the two kernels is never launched early: until the router has spoken it
-    has nothing to fetch, and its blocks would only take room.
+    Types must be quantised. The first of the two kernels is not launched early in a mixture: until the router has
+    spoken it has nothing to fetch, and its blocks would only take room.
     """
     assert n_tokens == 1 or isinstance(choice, Chosen)
     if not _fits(launcher, experts, n_tokens):
         assert isinstance(choice, Chosen) and n_tokens > 1, "an expert does not fit into shared memory"
         _halves(launcher, experts, choice, source, n_tokens, hidden, output, accumulate, pdl)
         return
-    _gate_up(launcher, experts, choice, source, n_tokens, hidden, norm)
+    _gate_up(launcher, experts, choice, source, n_tokens, hidden, norm, pdl and experts.gate.experts == 1)
     _down(launcher, experts, choice, n_tokens, hidden, output, accumulate, pdl)
 
 
@@ -141,7 +147,7 @@ def _halves(
         moe_decode(
             launcher,
             experts,
-            Chosen(choice.ids + start * experts.n_used * 4, choice.weights + start * experts.n_used * 4),
+            _from_token(choice, start * experts.n_used),
             rows_from(source, start, experts.gate.cols),
             count,
             hidden + hidden_bytes(experts, start),
@@ -149,6 +155,10 @@ def _halves(
             accumulate=accumulate,
             pdl=pdl,
         )
+
+
+def _from_token(choice: Chosen, slot: int) -> Chosen:
+    return choice if choice == DENSE else Chosen(choice.ids + slot * 4, choice.weights + slot * 4)
 
 
 def _fits(launcher: Launcher, experts: Experts, n_tokens: int) -> bool:
@@ -161,13 +171,15 @@ def _fits(launcher: Launcher, experts: Experts, n_tokens: int) -> bool:
 def _gate_up_tiling(launcher: Launcher, experts: Experts, n_tokens: int) -> Tiling | None:
     row_bytes = experts.gate.row_bytes + experts.up.row_bytes
     n_rows = n_tokens * experts.n_used * experts.gate.rows
-    return choose_tiling(launcher, n_rows, row_bytes, n_tokens * token_bytes(experts.gate.cols, False), 1)
+    return choose_tiling(
+        launcher, n_rows, row_bytes, n_tokens * token_bytes(experts.gate.cols, False), 1, n_tokens
+    )
 
 
 def _down_tiling(launcher: Launcher, experts: Experts, n_tokens: int) -> Tiling | None:
     row_bytes = experts.n_used * experts.down.row_bytes
     activation_bytes = n_tokens * experts.n_used * token_bytes(experts.down.cols, False)
-    return choose_tiling(launcher, n_tokens * experts.down.rows, row_bytes, activation_bytes, 1)
+    return choose_tiling(launcher, n_tokens * experts.down.rows, row_bytes, activation_bytes, 1, n_tokens)
 
 
 def _function(
@@ -219,6 +231,7 @@ def _gate_up(
     n_tokens: int,
     hidden: int,
     norm: Norm | None,
+    pdl: bool,
 ) -> None:
     tiling = _gate_up_tiling(launcher, experts, n_tokens)
     assert tiling is not None
@@ -239,7 +252,7 @@ def _gate_up(
         norm_epsilon=norm.epsilon if norm else 0.0,
         rows=experts.gate.rows,
     )
-    launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,))
+    launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,), pdl)
 
 
 def _down(

@@ -72,7 +72,7 @@ class DeviceMemory:
         if self.cap_bytes is not None and self.total_bytes + CONTEXT_BYTES + size_bytes > self.cap_bytes:
             raise EngineStartError(
                 f"gpu{self.device.ordinal} ({self.device.name}): {size_bytes / MIB:,.0f} MiB more of {purpose} "
-                f"would go over the cap of {self.cap_bytes / MIB:,.0f} MiB ({self.total_bytes / MIB:,.0f} MiB are taken, "
+                f"would go over the cap of {self.cap_bytes / MIB:,.0f} MiB ({self.total_bytes / MIB:,.0f} MiB taken, "
                 f"{CONTEXT_BYTES / MIB:,.0f} MiB are the driver's); plan again with this version"
             )
         address = self.device.allocate(size_bytes)

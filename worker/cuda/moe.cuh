@@ -1,7 +1,8 @@
 // What the two kernels of a mixture share: which experts, and a unit of a row times a token.
 //
 // Definitions: COLS, TYPE_0, TOKENS, N_EXPERTS, N_USED, WARPS, STAGES, ROWS, PROLOGUE, CHOOSE. With CHOOSE the block
-// finds the experts itself from router logits (one token); otherwise ids and weights are given.
+// finds the experts itself from router logits (one token); otherwise ids and weights are given. N_EXPERTS 1 is a dense
+// network: nothing is chosen, and its weights can be fetched before the inputs are there.
 #pragma once
 #include "activations.cuh"
 #include "top_k.cuh"
@@ -10,6 +11,7 @@
 #define PLAIN 1
 #define NORMED 2
 
+constexpr bool DENSE = N_EXPERTS == 1;
 constexpr int THREADS = WARPS * 32;
 constexpr int UNITS = QuantisedToken<COLS>::UNITS;
 constexpr int TOKEN_BYTES = QuantisedToken<COLS>::BYTES;
@@ -42,8 +44,8 @@ INLINE void find_experts(Experts& experts, const Router& router) {
   }
 #else
   for (int i = threadIdx.x; i < TOKENS * N_USED; i += THREADS) {
-    experts.ids[i] = __ldcg(router.ids + i);
-    experts.weights[i] = router.weights ? __ldcg(router.weights + i) : 1.f;
+    experts.ids[i] = DENSE ? 0 : __ldcg(router.ids + i);
+    experts.weights[i] = DENSE ? 1.f : __ldcg(router.weights + i);
   }
 #endif
   __syncthreads();

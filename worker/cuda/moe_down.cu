@@ -69,16 +69,13 @@ KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
   u64* barrier = barriers + warp_id() * STAGES;
   ring_init(barrier, STAGES);
   let_next_start();
-#if !CHOOSE_EARLY
-  wait_for_inputs();
-#endif
+  if (!(CHOOSE_EARLY || DENSE)) wait_for_inputs();
   find_experts(experts, call.router);
 #pragma unroll
   for (int s = 0; s < STAGES; s++)
     fill_row(call, experts, first + s * n_warps, n_groups, ring + s * STAGE_BYTES, barrier + s);
-#if CHOOSE_EARLY  // sound because gate_up lets this kernel start only after its own wait: the router is done
-  wait_for_inputs();
-#endif
+  // the early choice is sound because gate_up lets this kernel start only after its own wait: the router is done
+  if (CHOOSE_EARLY || DENSE) wait_for_inputs();
   stage_hidden(call, experts, memory);
   __syncthreads();
   int stage = 0, round = 0;

@@ -75,12 +75,17 @@ KERNEL __launch_bounds__(THREADS) gate_up(const __grid_constant__ GateUpCall cal
   u8* ring = memory + TOKENS * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
   u64* barrier = barriers + warp_id() * STAGES;
   ring_init(barrier, STAGES);
-  wait_for_inputs();
-  let_next_start();  // not before: the kernel behind reads the router's result without waiting for this one
+  if (DENSE) {
+    let_next_start();
+  } else {
+    wait_for_inputs();
+    let_next_start();  // not before: the kernel behind reads the router's result without waiting for this one
+  }
   find_experts(experts, call.router);
 #pragma unroll
   for (int s = 0; s < STAGES; s++)
     fill_pair(call, experts, first + s * n_warps, n_groups, ring + s * STAGE_BYTES, barrier + s);
+  if (DENSE) wait_for_inputs();
   stage_inputs(call, memory, scratch);
   __syncthreads();
   int stage = 0, round = 0;

@@ -37,7 +37,8 @@ def time_graph(
         work()
         graph = stream.end_capture()
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-    spent_s, times = 0.0, []
+    times: list[float] = []
+    spent_s = 0.0
     while spent_s < warm_s or len(times) < repeats:
         begin.record(stream)
         graph.launch(stream)

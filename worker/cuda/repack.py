@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import c_int, c_uint64
+from typing import Any
 
 from worker.cuda.driver import Launcher
 from worker.cuda.formats import UNIT_WEIGHTS, is_float, planar_row_bytes
@@ -21,7 +22,7 @@ def repack(launcher: Launcher, type_id: int, cols: int, n_rows: int, source: int
         file_words, planar_words = BY_ID[type_id].row_bytes(cols) // 2, planar_bytes // 2
         function = launcher.function("repack.cu", "copy_rows", {"WEIGHT_TYPE": 2, "COLS": 64})
         blocks = -(-n_rows * planar_words // _THREADS)
-        args = (source, target, c_int(file_words), c_int(planar_words), c_uint64(n_rows))
+        args: tuple[Any, ...] = (source, target, c_int(file_words), c_int(planar_words), c_uint64(n_rows))
     else:
         function = launcher.function("repack.cu", "repack", {"WEIGHT_TYPE": type_id, "COLS": cols})
         blocks = -(-n_rows * -(-cols // UNIT_WEIGHTS) // _THREADS)

@@ -9,13 +9,22 @@ Sampling = Literal["none", "greedy", "full"]
 
 
 @dataclass(frozen=True, slots=True)
+class FoldedNorm:
+    """A norm that readers of its output may apply themselves: its input f32 [rows, width], its weights [width]."""
+
+    values: int
+    weights: int
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """One buffer of the op list: `values` is f32 [rows, width].
 
-    Buffers that matrices multiply also have room for their rows in the forms that kernels want: int8 `codes`
-    [rows, width] with f32 `scales` and `sums` [rows, width / 32] for few rows, f16 `halves` [rows, width] for many.
-    Which form is filled is the producing kernel's affair; 0 is no such form. `values_are_read`: something else than
-    a matrix wants the f32 too.
+    Buffers that matrices multiply also have room for their rows as int8 `codes` [rows, width] with f32 `scales` and
+    `sums` [rows, width / 32], which matrices read in steps of few rows; 0 is none. `values_are_read`: something reads
+    the f32 even then. `norm`: the norm that writes these rows, where in a step of one row all readers can do without
+    it.
     """
 
     values: int
@@ -23,8 +32,8 @@ class Rows:
     codes: int = 0
     scales: int = 0
     sums: int = 0
-    halves: int = 0
     values_are_read: bool = True
+    norm: FoldedNorm | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ def _repack_variants() -> Iterator[Variant]:
     yield "quantise.cu", {}
     yield "group.cu", {}
     yield "probe.cu", {}
+    yield "handover.cu", {}
 
 
 def _gemv_variants() -> Iterator[Variant]:

@@ -18,6 +18,7 @@ from configs.parent import die_with_parent
 from plans import host
 from plans.machine import REPORT_VERSION, MachineReport
 from worker.probe.disk import measure_disk
+from worker.probe.gpu import measure_gpus
 from worker.probe.kernels import measure_library, say
 
 
@@ -34,6 +35,7 @@ def measure_machine(folder: Path, library_path: Path | None = None) -> MachineRe
     say("disk")
     disk, disk_missing = measure_disk(folder)
     rates = measure_library(here.cpus[0].cores_available, here.cpus[0].l3_bytes, library_path)
+    gpus, gpus_missing = measure_gpus()
     return MachineReport(
         report_version=REPORT_VERSION,
         host=here,
@@ -46,9 +48,10 @@ def measure_machine(folder: Path, library_path: Path | None = None) -> MachineRe
         disk_folder=str(folder),
         disk=disk,
         huge_pages=huge_pages_allowed(),
-        missing=(*rates.missing, *disk_missing),
+        missing=(*rates.missing, *disk_missing, *gpus_missing),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         probe_s=round(time.perf_counter() - start_s, 2),
+        gpus=gpus,
     )
 
 

@@ -1,0 +1,181 @@
+"""The matrix products of one device: the executor's view on `linear.py`, with the scratch and cuBLAS they need."""
+
+from __future__ import annotations
+
+from worker.cuda import linear
+from worker.cuda.driver import Launcher
+from worker.cuda.formats import GpuMatrix
+from worker.cuda.matmul import Activations, Epilogue, Norm, Part
+from worker.cuda.matmul_moe import DENSE, Chosen, Experts, RouterRule
+from worker.cuda.memory import aligned
+from worker.cuda.prefill import Blas, matrix_halves_bytes
+from worker.cuda.values import Rows
+from worker.model.types import BY_NAME
+from worker.ops.oplist import OpKind, OpList
+
+# A matrix that would take more than this as f16 (a head) is multiplied with its weights unpacked in the kernel instead.
+MOST_HALVES_BYTES = 256 << 20
+NETWORK_ROWS = 4  # a dense network in two launches: above, its activations take too much of shared memory
+
+
+def matrix_shape(oplist: OpList, index: int) -> GpuMatrix:
+    """A weight of the op list as the wrappers know matrices, at no address."""
+    tensor = oplist.weights[index].tensor
+    assert tensor is not None
+    return GpuMatrix(BY_NAME[tensor.type].id, tensor.rows, tensor.columns, 0, tensor.experts)
+
+
+class Products:
+    """`pdl`: kernels may start while the one in front of them ends. `blas`: None where there is no cuBLAS."""
+
+    def __init__(self, launcher: Launcher, blas: Blas | None, pdl: bool) -> None:
+        self._launcher, self._blas, self._pdl = launcher, blas, pdl
+        self._scratch = self._logits = self._logits_bytes = 0
+
+    def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:
+        """Of the largest product of a step of up to so many rows."""
+        shapes: set[tuple[OpKind, tuple[GpuMatrix, ...], int, int]] = set()
+        for op in oplist.ops:
+            if op.kind in (OpKind.LINEAR, OpKind.MOE):
+                rows = max_outputs if oplist.buffers[op.inputs[0]].is_output else max_tokens
+                matrices = tuple(matrix_shape(oplist, index) for index in op.weights)
+                shapes.add((op.kind, matrices, rows, op.ints[1]))
+        routed = max((op.ints[0] for op in oplist.ops if op.kind == OpKind.ROUTER), default=0)
+        self._logits_bytes = aligned(4 * routed)
+        return self._logits_bytes + max((self._shape_bytes(*shape) for shape in shapes), default=0)
+
+    def _shape_bytes(self, kind: OpKind, matrices: tuple[GpuMatrix, ...], rows: int, n_used: int) -> int:
+        if kind == OpKind.MOE:
+            gate, up, down = matrices
+            experts = Experts(gate, up, down, n_used)
+            return max(linear.moe_workspace_bytes(experts, count) for count in range(1, rows + 1))
+        parts = [Part(matrix, 0, 0) for matrix in matrices]
+        if self._blas_for(matrices) is None:  # halves of the activations only
+            return aligned(2 * rows * matrices[0].cols)
+        return linear.linear_workspace_bytes(parts, rows)
+
+    def use_scratch(self, address: int) -> None:
+        """After `scratch_bytes`; router logits of one token stand in front."""
+        self._logits, self._scratch = address, address + self._logits_bytes
+
+    def _blas_for(self, matrices: tuple[GpuMatrix, ...]) -> Blas | None:
+        fits = all(matrix_halves_bytes(matrix) <= MOST_HALVES_BYTES for matrix in matrices)
+        return self._blas if fits else None
+
+    def linear(
+        self,
+        rows: int,
+        source: Rows,
+        matrices: tuple[GpuMatrix, ...],
+        outs: tuple[Rows, ...],
+        biases: tuple[int, ...],
+        accumulate: bool,
+        scale: float,
+        softcap: float,
+    ) -> None:
+        if not rows:
+            return
+        parts = [
+            Part(matrix, out.values, out.width, bias)
+            for matrix, out, bias in zip(matrices, outs, biases, strict=True)
+        ]
+        linear.linear(
+            self._launcher,
+            parts,
+            _activations(source, rows),
+            rows,
+            norm=_norm(source, rows),
+            epilogue=Epilogue(accumulate, scale if scale != 1.0 else 0.0, softcap),
+            blas=self._blas_for(matrices),
+            workspace=self._scratch,
+            pdl=self._pdl,
+        )
+
+    def moe(
+        self,
+        rows: int,
+        source: Rows,
+        ids: Rows,
+        weights: Rows,
+        stacks: tuple[GpuMatrix, GpuMatrix, GpuMatrix],
+        out: Rows,
+        activation: int,
+        accumulate: bool,
+    ) -> None:
+        linear.moe(
+            self._launcher,
+            Experts(*stacks, ids.width, activation),
+            Chosen(ids.values, weights.values),
+            _activations(source, rows),
+            rows,
+            out.values,
+            self._scratch,
+            accumulate=accumulate,
+            pdl=self._pdl,
+        )
+
+    def router_logits(
+        self, source: Rows, matrix: GpuMatrix, bias: int, gating: int, normalize: bool, scale: float
+    ) -> RouterRule:
+        """For one token, whose norm is folded: the logits, and how the mixture will choose from them."""
+        parts = [Part(matrix, self._logits, matrix.rows)]
+        linear.linear(self._launcher, parts, _activations(source, 1), 1, norm=_norm(source, 1), pdl=self._pdl)
+        return RouterRule(self._logits, bias, gating == 1, normalize, scale)
+
+    def moe_of_one(
+        self,
+        source: Rows,
+        rule: RouterRule,
+        n_used: int,
+        stacks: tuple[GpuMatrix, GpuMatrix, GpuMatrix],
+        out: Rows,
+        activation: int,
+        accumulate: bool,
+    ) -> None:
+        """For one token: norm and choice happen in the kernels."""
+        linear.moe(
+            self._launcher,
+            Experts(*stacks, n_used, activation),
+            rule,
+            _activations(source, 1),
+            1,
+            out.values,
+            self._scratch,
+            accumulate=accumulate,
+            norm=_norm(source, 1),
+            pdl=self._pdl,
+        )
+
+    def network(
+        self,
+        rows: int,
+        source: Rows,
+        matrices: tuple[GpuMatrix, GpuMatrix, GpuMatrix],
+        hidden: Rows,
+        out: Rows,
+        activation: int,
+        accumulate: bool,
+    ) -> None:
+        """A dense network of up to NETWORK_ROWS rows: a mixture of one expert."""
+        linear.moe(
+            self._launcher,
+            Experts(*matrices, 1, activation),
+            DENSE,
+            _activations(source, rows),
+            rows,
+            out.values,
+            hidden.values,
+            accumulate=accumulate,
+            norm=_norm(source, rows),
+            pdl=self._pdl,
+        )
+
+
+def _norm(source: Rows, rows: int) -> Norm | None:
+    return Norm(source.norm.weights, source.norm.epsilon) if source.norm and rows == 1 else None
+
+
+def _activations(source: Rows, rows: int) -> Activations:
+    if source.norm and rows == 1:
+        return Activations(source.norm.values)
+    return Activations(source.values, source.codes, source.scales, source.sums)
