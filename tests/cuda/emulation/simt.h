@@ -4,6 +4,8 @@
 #include <ucontext.h>
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -35,6 +37,10 @@ struct Fiber {
   std::unique_ptr<unsigned char[]> stack{new unsigned char[STACK_BYTES]};
   Extent index;
   bool done = false;
+  const uint64_t* waits_for = nullptr;  // a rendezvous' generation that has to move on from `generation`
+  uint64_t generation = 0;
+
+  bool is_blocked() const { return done || (waits_for && *waits_for == generation); }
 };
 
 inline std::vector<Fiber> fibers;
@@ -52,7 +58,10 @@ inline void meet(Rendezvous& barrier) {
   uint64_t generation = barrier.generation;
   barrier.arrived++;
   barrier.release_if_complete();
-  while (barrier.generation == generation) yield();
+  if (barrier.generation != generation) return;
+  fibers[current].waits_for = &barrier.generation;
+  fibers[current].generation = generation;
+  yield();
 }
 inline Warp& warp() { return warps[current / 32]; }
 inline unsigned lane() { return current % 32; }
@@ -76,6 +85,7 @@ inline void run_block() {
   for (unsigned i = 0; i < n; i++) {
     Fiber& fiber = fibers[i];
     fiber.done = false;
+    fiber.waits_for = nullptr;
     fiber.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
     warps[i / 32].barrier.alive++;
     getcontext(&fiber.context);
@@ -84,15 +94,20 @@ inline void run_block() {
     fiber.context.uc_link = &scheduler;
     makecontext(&fiber.context, entry, 0);
   }
-  for (bool any = true; any;) {
-    any = false;
-    for (current = 0; current < n; current++) {
-      if (fibers[current].done) continue;
-      any = true;
+  // every other round goes backwards, so that a missing barrier shows
+  for (unsigned any = 1, round = 0; any; round++) {
+    any = 0;
+    for (unsigned i = 0; i < n; i++) {
+      current = round % 2 ? n - 1 - i : i;
+      if (fibers[current].is_blocked()) continue;
+      any = 1;
+      fibers[current].waits_for = nullptr;
       threadIdx = fibers[current].index;
       swapcontext(&scheduler, &fibers[current].context);
     }
   }
+  for (unsigned i = 0; i < n; i++)
+    if (!fibers[i].done) std::fprintf(stderr, "emulated kernel: threads wait for each other for ever\n"), std::abort();
 }
 
 inline void run_grid(Extent grid, Extent block, size_t shared_bytes, std::function<void()> kernel) {
