@@ -14,6 +14,7 @@ from pathlib import Path
 from configs.errors import SettingsError
 
 APPLICATION = "placewright"
+ENOUGH_BYTES = 1 << 20  # plans, reports and logs are small, but they are written after minutes of work
 
 
 def _base(variable: str, fallback: str) -> Path:
@@ -57,6 +58,9 @@ def usable_folder(folder: Path, variable: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        space = os.statvfs(folder)
+        if space.f_blocks and space.f_bavail * space.f_frsize < ENOUGH_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise SettingsError(
             f"can not write to {folder}: {error.strerror}; check permissions and space, or point {variable} elsewhere"
@@ -64,14 +68,19 @@ def usable_folder(folder: Path, variable: str) -> Path:
     return folder
 
 
-def read_text_file(path: Path) -> str:
-    """UTF-8 text of a regular file. Raises OSError, also for a FIFO or a device, which could keep us for ever."""
+def read_regular_bytes(path: Path) -> bytes:
+    """What a regular file holds. Raises OSError, also for a FIFO or a device, which could keep us for ever."""
     kind = os.stat(path).st_mode
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(kind):
         raise OSError(errno.EINVAL, "not a regular file")
-    return path.read_text(encoding="utf-8")
+    return path.read_bytes()
+
+
+def read_text_file(path: Path) -> str:
+    """UTF-8 text of a regular file. Raises OSError and UnicodeDecodeError."""
+    return read_regular_bytes(path).decode("utf-8").replace("\r\n", "\n")
 
 
 def reason_of(error: OSError | ValueError) -> str:

@@ -36,10 +36,13 @@ class Mismatch(msgspec.Struct, frozen=True):
 
 
 def worker_folder() -> Path:
-    """The `worker` package on disk, found without importing it (it would be the wrong direction)."""
+    """The `worker` package on disk, found without importing it (it would be the wrong direction).
+
+    An editable install has two places for it: the sources, and a folder that holds the compiled library alone.
+    """
     spec = importlib.util.find_spec("worker")
-    assert spec is not None and spec.submodule_search_locations
-    return Path(next(iter(spec.submodule_search_locations)))
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def library_path(folder: Path | None = None) -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from configs.errors import PlanError
+from configs.paths import read_regular_bytes
 from plans.plan import ID_DIGITS, Plan, decode_plan, encode_plan, plan_id_of
 
 _TEMPORARY_SUFFIX = ".tmp"
@@ -101,7 +102,7 @@ class PlanStore:
     def load(self, plan_id: str) -> Plan:
         """Raises PlanError when the file is gone, changed or unreadable."""
         try:
-            data = self.path_of(plan_id).read_bytes()
+            data = read_regular_bytes(self.path_of(plan_id))
         except OSError as error:
             raise PlanError(f"can not read plan {plan_id}: {error.strerror}") from error
         return decode_plan(data, plan_id)

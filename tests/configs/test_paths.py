@@ -35,3 +35,10 @@ def test_only_regular_files_are_read(path: str) -> None:
     with pytest.raises(OSError) as caught:
         read_text_file(Path(path))
     assert "Errno" not in reason_of(caught.value)
+
+
+def test_a_full_disk_is_told_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.statvfs_result((4096, 4096, 1000, 10, 10, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    with pytest.raises(SettingsError, match="No space left on device"):
+        usable_folder(tmp_path, "XDG_DATA_HOME")

@@ -185,3 +185,8 @@ def test_progress_is_reported(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     hash_file(file, lambda *step: seen.append(step))
     assert seen == [("model", 3, 3)]
+
+
+def test_the_worker_folder_is_the_one_with_the_sources() -> None:
+    folder = key.worker_folder()
+    assert (folder / "protocol.py").is_file() and list(folder.glob("cpu/*.cpp"))

@@ -134,3 +134,12 @@ def test_an_unwritable_folder_is_refused_with_words(tmp_path: Path) -> None:
     blocker.touch()
     with pytest.raises(PlanError, match="can not write the plan"):
         PlanStore(blocker / "plans").save(sample_plan())
+
+
+def test_a_fifo_among_the_plans_is_not_waited_for(store: PlanStore) -> None:
+    saved = store.save(sample_plan())
+    other = "0" * len(saved.id)
+    os.mkfifo(store.path_of(other))
+    assert [plan.id for plan in store.list().plans] == [saved.id]
+    with pytest.raises(PlanError, match="not a regular file"):
+        store.load(other)
