@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,6 +17,7 @@ from plans.card import ModelCard, active_fraction
 from plans.machine import MachineReport
 from plans.placement import Placement
 from plans.plan import RequestMix
+from plans.units import Unit
 
 # Hand-over between the threads of a team at an op boundary, and the ops of one layer (measured on Zen 4:
 # 0.5-1.5 us).
@@ -39,12 +41,14 @@ class Work(msgspec.Struct, frozen=True):
     stored_bytes: dict[str, float]  # read once a prefill step, whatever its number of tokens
 
 
-def work_of(card: ModelCard) -> Work:
-    """An embedding is looked up, not multiplied; the head runs once a sequence: it counts for decode."""
+def work_of(card: ModelCard, units: Sequence[Unit] | None = None) -> Work:
+    """Of all units, or of some. An embedding is looked up, not multiplied; the head runs once a sequence: it counts for
+    decode.
+    """
     decode: dict[str, float] = defaultdict(float)
     macs: dict[str, float] = defaultdict(float)
     stored: dict[str, float] = defaultdict(float)
-    for unit in card.units:
+    for unit in card.units if units is None else units:
         if unit.kind == "embedding":
             continue
         for role, tensor in unit.tensors.items():

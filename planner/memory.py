@@ -55,6 +55,11 @@ def workspace_bytes(card: ModelCard, ubatch_tokens: int, max_sequences: int) -> 
     return _PROCESS_BYTES + step + logits
 
 
+def host_process_bytes() -> int:
+    """A worker without weights and buffers."""
+    return _PROCESS_BYTES
+
+
 def predict_memory(card: ModelCard, placement: Placement) -> MemoryNeed:
     return MemoryNeed(
         weights_bytes=weights_bytes(card, placement.engine, placement.load_mode),

@@ -14,14 +14,14 @@ import msgspec
 from configs.errors import ModelFileError, PlanError
 from configs.paths import usable_folder
 from planner.context import Context
-from planner.cost import predict, work_of
+from planner.gpu import cap_bytes
 from planner.inspect import read_card
 from planner.measure import ROUNDS_PLANNED, Lengths, Measurement, MeasureTask, choose_lengths, measure
 from planner.memory import host_limit_bytes
 from planner.pool import EnginePool
 from planner.probe import unmeasured
 from planner.prompts import Material, load_texts, texts_sha256
-from planner.search import Candidate, SearchResult, search
+from planner.search import Candidate, SearchResult, check_limits, request_s, search
 from planner.select import Selection, select
 from planner.workload import PlanRequest, make_workload
 from plans.card import ModelCard
@@ -60,6 +60,8 @@ def make_plan(request: PlanRequest, context: Context) -> Outcome:
 
     context.reporter.stage("probe this machine")
     report = context.probe(context.read_host(), request.reprobe, context.reporter)
+    if NATIVE in engines and not report.gpus:
+        context.reporter.note(f"no GPU is used: {gpu_absence(report)}")
 
     context.reporter.stage("search placements")
     found = find(card, report, workload, engines, request)
@@ -76,6 +78,12 @@ def make_plan(request: PlanRequest, context: Context) -> Outcome:
 
     plan = build_plan(card, report, key, found, measurement, selection, request, context)
     return Outcome(card, context.store.save(plan), False, found)
+
+
+def gpu_absence(report: MachineReport) -> str:
+    """Why the search has no GPU to place anything on."""
+    known = [reason.removeprefix("GPUs: ") for reason in report.missing if reason.startswith("GPUs: ")]
+    return known[0] if known else report.host.gpus_absent_reason or "none was probed"
 
 
 def check_engines(card: ModelCard, request: PlanRequest) -> tuple[str, ...]:
@@ -98,7 +106,10 @@ def refuse_early(
     if card.tokenizer_reason:
         raise ModelFileError(f"{card.name}: {card.tokenizer_reason}")
     context.builds(engines, context.settings)
-    search(card, unmeasured(context.read_host()), workload, request.limits, engines, 1)
+    here = context.read_host()
+    check_limits(here, request.limits)
+    if not here.gpus:  # with some, what they hold is known after the probe
+        search(card, unmeasured(here), workload, request.limits, engines, 1)
 
 
 def identify(
@@ -123,10 +134,10 @@ def affordable(
     best: Candidate, card: ModelCard, report: MachineReport, workload: Workload, budget_s: float
 ) -> int:
     """How many finalists fit into the budget at the trials of 256 and 48 tokens; without a prediction, four."""
-    prediction = predict(card, work_of(card), best.placement, report, RequestMix(256, 48))
-    if prediction is None:
+    seconds = request_s(best, card, report, workload.mix, RequestMix(256, 48))
+    if seconds is None:
         return 4
-    one_s = prediction.request_s * workload.concurrency + 0.05
+    one_s = seconds * workload.concurrency + 0.05
     start_s = 0.7 + card.file_bytes / 1e9
     return max(2, min(MOST_FINALISTS, int(0.8 * budget_s / (ROUNDS_PLANNED * one_s + start_s))))
 
@@ -134,17 +145,16 @@ def affordable(
 def trial_lengths(
     card: ModelCard, report: MachineReport, workload: Workload, found: SearchResult, budget_s: float
 ) -> Lengths:
-    best, work = found.finalists[0], work_of(card)
+    best = found.finalists[0]
 
-    def request_s(lengths: Lengths) -> float | None:
+    def trial_s(lengths: Lengths) -> float | None:
         mix = RequestMix(lengths.prompt_tokens, lengths.output_tokens)
-        prediction = predict(card, work, best.placement, report, mix)
-        return None if prediction is None else prediction.request_s
+        return request_s(best, card, report, workload.mix, mix)
 
     starts_s = len(found.finalists) * (0.7 + card.file_bytes / 1e9)
     n_trials = len(found.finalists) * ROUNDS_PLANNED + 6
     return choose_lengths(
-        workload.mix, workload.concurrency, max(0.05, (budget_s - starts_s) / n_trials), request_s
+        workload.mix, workload.concurrency, max(0.05, (budget_s - starts_s) / n_trials), trial_s
     )
 
 
@@ -167,7 +177,10 @@ async def race(
         budget_s=request.budget_s,
         seed=request.seed,
     )
-    pool = EnginePool(context.factory(model_path, context.settings), host_limit_bytes(report, request.limits))
+    gpu_limits = tuple(cap_bytes(gpu, request.limits) for gpu in report.gpus)
+    pool = EnginePool(
+        context.factory(model_path, context.settings), host_limit_bytes(report, request.limits), gpu_limits
+    )
     try:
         return await measure(task, material, pool, context.reporter, context.clock)
     finally:
@@ -201,6 +214,7 @@ def build_plan(
         host=report.host,
         ram_read=report.ram_read,
         memory=selection.winner.memory,
+        gpu_memory=selection.winner.gpu_memory,
         evidence=Evidence(
             budget_s=request.budget_s,
             spent_s=measurement.spent_s,

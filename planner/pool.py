@@ -20,10 +20,12 @@ EngineFactory = Callable[[Placement], Engine]
 class EnginePool:
     """Raises EngineStartError from `get`; `close` stops everything and may be called at any time."""
 
-    def __init__(self, factory: EngineFactory, limit_bytes: int) -> None:
+    def __init__(
+        self, factory: EngineFactory, limit_bytes: int, gpu_limits_bytes: tuple[int, ...] = ()
+    ) -> None:
         self._factory = factory
-        self._limit_bytes = limit_bytes
-        self._running: OrderedDict[str, tuple[Engine, int]] = OrderedDict()
+        self._limits_bytes = (limit_bytes, *gpu_limits_bytes)
+        self._running: OrderedDict[str, tuple[Engine, tuple[int, ...]]] = OrderedDict()
         self.infos: dict[str, EngineInfo] = {}
 
     async def get(self, candidate: Candidate) -> tuple[Engine, bool]:
@@ -35,8 +37,8 @@ class EnginePool:
             if engine.alive():
                 return engine, False
             await self.drop(candidate)
-        need = candidate.memory.total_bytes
-        while self._running and self._used_bytes() + need > self._limit_bytes:
+        need = self._need(candidate)
+        while self._running and not self._fits(need):
             await self._close(next(iter(self._running)))
         engine = self._factory(candidate.placement)
         self._running[label] = (engine, need)
@@ -47,8 +49,20 @@ class EnginePool:
             raise
         return engine, True
 
-    def _used_bytes(self) -> int:
-        return sum(need for _, need in self._running.values())
+    def _need(self, candidate: Candidate) -> tuple[int, ...]:
+        """Bytes of RAM, then of each GPU by number."""
+        on_gpus = [0] * (len(self._limits_bytes) - 1)
+        ordinals = candidate.placement.gpu_ordinals
+        for ordinal, need in zip(ordinals, candidate.gpu_memory, strict=False):
+            on_gpus[ordinal] = need.total_bytes
+        return (candidate.memory.total_bytes, *on_gpus)
+
+    def _fits(self, need: tuple[int, ...]) -> bool:
+        """Beside what runs. Only what a candidate needs counts: a full GPU is nothing to an engine on the CPU."""
+        needs = [running for _, running in self._running.values()]
+        sums = [sum(column) for column in zip(need, *needs, strict=True)]
+        limits = zip(sums, need, self._limits_bytes, strict=True)
+        return all(total <= limit for total, own, limit in limits if own)
 
     async def _close(self, label: str) -> None:
         engine, _ = self._running.pop(label)

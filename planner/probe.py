@@ -8,6 +8,7 @@ library. Memory that is free changes by the minute, so that number is read anew 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -25,12 +26,13 @@ from plans.files import hash_file, write_atomically
 from plans.key import library_path, worker_folder
 from plans.machine import REPORT_VERSION, Host, MachineReport
 
-TIMEOUT_S = 180.0
+TIMEOUT_S = 300.0
 
 
 def report_file(fingerprint: str, library_sha256: str | None) -> Path:
     build = library_sha256[:12] if library_sha256 else "no-library"
-    return cache_folder() / "machines" / f"{fingerprint}-{build}.json"
+    cuda = "-cupy" if importlib.util.find_spec("cupy") else ""  # installed since, it makes another report
+    return cache_folder() / "machines" / f"{fingerprint}-{build}{cuda}.json"
 
 
 def library_sha256() -> str | None:

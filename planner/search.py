@@ -14,11 +14,13 @@ import msgspec
 
 from configs.errors import PlanError
 from planner.cost import Prediction, predict, work_of
+from planner.gpu import gpu_candidates, predict_gpu
 from planner.memory import host_limit_bytes, kv_bytes, predict_memory, shortage
 from plans.card import ModelCard
+from plans.key import NATIVE
 from plans.machine import Host, MachineReport
 from plans.placement import CPU_ONLY, KvType, LoadMode, Placement
-from plans.plan import Limits, MemoryNeed, Rejected, Workload
+from plans.plan import Limits, MemoryNeed, Rejected, RequestMix, Workload
 
 UBATCH_LADDER = (64, 128, 256, 512, 1024)
 LOAD_MODES: tuple[LoadMode, ...] = ("packed", "mmap")
@@ -34,14 +36,27 @@ class Candidate(msgspec.Struct, frozen=True):
 
     label: str
     placement: Placement
-    memory: MemoryNeed
+    memory: MemoryNeed  # of RAM
     prediction: Prediction | None
+    gpu_memory: tuple[MemoryNeed, ...] = ()  # of each GPU in use, by ascending number
 
     @property
     def thrift(self) -> tuple[int, int, int]:
         """Less is better where speed does not decide: threads, then bytes."""
         placement = self.placement
         return (placement.decode_threads, placement.prefill_threads, self.memory.total_bytes)
+
+
+def request_s(
+    candidate: Candidate, card: ModelCard, report: MachineReport, planned: RequestMix, mix: RequestMix
+) -> float | None:
+    """Predicted seconds of a request of another mix than the planned one."""
+    known = candidate.prediction
+    if not candidate.placement.gpu_ordinals or known is None:
+        again = predict(card, work_of(card), candidate.placement, report, mix)
+        return None if again is None else again.request_s
+    prefill_s = known.prefill_s * mix.prompt_tokens / planned.prompt_tokens
+    return prefill_s + mix.output_tokens * known.decode_token_s
 
 
 class SearchResult(msgspec.Struct, frozen=True):
@@ -76,10 +91,21 @@ def check_limits(here: Host, limits: Limits) -> None:
 
 def label_of(placement: Placement) -> str:
     pages = " huge" if placement.huge_pages else ""
+    if placement.gpu_ordinals:
+        return _gpu_label(placement)
     return (
         f"{placement.engine} d{placement.decode_threads} p{placement.prefill_threads} "
         f"u{placement.ubatch_tokens} {placement.load_mode}{pages} {placement.kv_type}"
     )
+
+
+def _gpu_label(placement: Placement) -> str:
+    """Such as `native gpu0 u2048 f16`, or `native gpu0 30 layers + cpu d16 u2048 f16`."""
+    where = " ".join(f"gpu{ordinal}" for ordinal in placement.gpu_ordinals)
+    if len(placement.assignments) > 1:
+        layers = sum(item.units.startswith("layer.") for item in placement.assignments)
+        where += f" {layers} layers + cpu d{placement.decode_threads}"
+    return f"{placement.engine} {where} u{placement.ubatch_tokens} {placement.kv_type}"
 
 
 def _ubatches(workload: Workload, limits: Limits) -> tuple[int, ...]:
@@ -204,7 +230,11 @@ def _twins(left: Placement, right: Placement, cores: int) -> bool:
     """Whether one may stand for the other. All cores are a choice of their own: the model knows least about them."""
     if (left.decode_threads == cores) != (right.decode_threads == cores):
         return False
-    return (left.engine, left.kv_type, left.load_mode) == (right.engine, right.kv_type, right.load_mode)
+    return _kind(left) == _kind(right)
+
+
+def _kind(placement: Placement) -> tuple[object, ...]:
+    return (placement.engine, placement.kv_type, placement.load_mode, placement.gpu_ordinals)
 
 
 def _prune_equals(candidates: list[Candidate], cores: int, ledger: _Ledger) -> list[Candidate]:
@@ -239,6 +269,7 @@ def _axes(item: Candidate) -> tuple[tuple[object, ...], ...]:
     engine, placement = item.placement.engine, item.placement
     return (
         (engine,),
+        (engine, placement.gpu_ordinals),
         (engine, placement.kv_type),
         (engine, "decode", placement.decode_threads),
         (engine, "ubatch", placement.ubatch_tokens),
@@ -309,7 +340,32 @@ def _fitting(
         else:
             prediction = predict(card, work, placement, report, workload.mix)
             candidates.append(Candidate(label_of(placement), placement, need, prediction))
-    return candidates, considered, words
+    on_gpus, more = _fitting_on_gpus(card, report, workload, limits, engines, ledger)
+    return [*on_gpus, *candidates], considered + more, words
+
+
+def _fitting_on_gpus(
+    card: ModelCard,
+    report: MachineReport,
+    workload: Workload,
+    limits: Limits,
+    engines: tuple[str, ...],
+    ledger: _Ledger,
+) -> tuple[list[Candidate], int]:
+    """Native placements on GPUs whose part in RAM fits too; how many were looked at."""
+    candidates: list[Candidate] = []
+    considered = 0
+    for item in gpu_candidates(card, report, workload, limits) if NATIVE in engines else ():
+        considered += 1
+        label, placement = label_of(item.placement), item.placement
+        limit = host_limit_bytes(report, limits)
+        short = shortage(item.host_need, placement.load_mode, limit, limits.allow_storage_streaming)
+        if short:
+            ledger.one(label, "memory", short)
+            continue
+        prediction = predict_gpu(card, item, report, workload.mix)
+        candidates.append(Candidate(label, placement, item.host_need, prediction, item.needs))
+    return candidates, considered
 
 
 def _memory_refusal(card: ModelCard, workload: Workload, limits: Limits, shortest: str) -> str:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 
 
 class Cpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -81,16 +81,20 @@ class PlanKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits
 
 
-class MemoryNeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bytes of one tier that a placement takes. The weights of "mmap" are page cache."""
+class MemoryNeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Bytes of one tier that a placement takes. The weights of "mmap" are page cache.
+
+    `context_bytes`: what a GPU's driver takes for the process and its graphs.
+    """
 
     weights_bytes: int
     kv_bytes: int
     workspace_bytes: int
+    context_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.workspace_bytes
+        return self.weights_bytes + self.kv_bytes + self.workspace_bytes + self.context_bytes
 
 
 class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -179,6 +183,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: MemoryNeed
     evidence: Evidence
     rejected: tuple[Rejected, ...] = ()
+    gpu_memory: tuple[MemoryNeed, ...] = ()  # of each GPU in use, by ascending number
     id: str = ""
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from plans.card import ModelCard
-from plans.machine import MachineReport
+from plans.machine import GpuRates, MachineReport
 from plans.plan import CandidateResult, Plan, plan_builtins
 from plans.store import PlanListing
 
@@ -122,11 +122,40 @@ def report_text(report: MachineReport) -> str:
     ]
     for title, head, rows in sections:
         lines += ["", f"  {title}", table(head, rows)]
+    lines += [line for gpu in report.gpus for line in _gpu_lines(gpu)]
     lines += [f"  not measured: {reason}" for reason in report.missing]
     return "\n".join(lines)
 
 
 _KERNEL_HEAD = ("type", "form", "threads", "decode GB/s", "prefill GMAC/s")
+
+
+def _gpu_lines(gpu: GpuRates) -> list[str]:
+    """A device in a few lines and a table of its kernels."""
+    link = f"PCIe {gpu.link_generation or 'n/a'} x{gpu.link_width or 'n/a'}"
+    lines = [
+        f"  gpu{gpu.ordinal}  {gpu.name}, driver {gpu.driver_version}, {bytes_text(gpu.memory_free_bytes)} of "
+        f"{bytes_text(gpu.memory_total_bytes)} free, {link}, {number_text(gpu.clock_mhz)} MHz",
+        f"        memory read {rate_text(gpu.read_bytes_per_s)}, pinned RAM read {rate_text(gpu.zero_copy_bytes_per_s)}, "
+        f"launch {_us_text(gpu.launch_s)}, graph node {_us_text(gpu.graph_node_s)}, "
+        f"hand-over {_us_text(gpu.handover_s)}",
+    ]
+    lines += [f"        shared with {process}" for process in gpu.foreign_processes]
+    copies = [(r.kind, bytes_text(r.block_bytes), number_text(r.bytes_per_s / 1e9)) for r in gpu.copies]
+    kernels = [
+        (
+            rate.type,
+            rate_text(rate.decode_bytes_per_s),
+            number_text(rate.prefill_macs_per_s and rate.prefill_macs_per_s / 1e12),
+        )
+        for rate in gpu.kernels
+    ]
+    lines += [table(("copy", "block", "GB/s"), copies), table(("type", "decode", "prefill TMAC/s"), kernels)]
+    return lines + [f"  gpu{gpu.ordinal} not measured: {reason}" for reason in gpu.missing]
+
+
+def _us_text(seconds: float | None) -> str:
+    return "n/a" if seconds is None else f"{seconds * 1e6:.2f} us"
 
 
 def _read_rows(report: MachineReport) -> list[tuple[str, ...]]:
@@ -210,6 +239,7 @@ def plan_text(plan: Plan) -> str:
         f"  memory     {bytes_text(plan.memory.total_bytes)} predicted: "
         f"weights {bytes_text(plan.memory.weights_bytes)}, "
         f"KV {bytes_text(plan.memory.kv_bytes)}, workspace {bytes_text(plan.memory.workspace_bytes)}",
+        *_gpu_memory_lines(plan),
         f"  machine    {plan.key.machine_fingerprint} ({plan.host.cpus[0].model_name})",
         f"  made       {plan.created_at} by {plan.placewright_version}, {evidence.spent_s:.1f} s of measuring",
         f"  chosen     {evidence.chosen_because}",
@@ -222,6 +252,15 @@ def plan_text(plan: Plan) -> str:
         *_rejected_lines(plan),
     ]
     return "\n".join(lines)
+
+
+def _gpu_memory_lines(plan: Plan) -> list[str]:
+    return [
+        f"  gpu{ordinal}       {bytes_text(need.total_bytes)} predicted: weights {bytes_text(need.weights_bytes)}, "
+        f"KV {bytes_text(need.kv_bytes)}, workspace {bytes_text(need.workspace_bytes)}, "
+        f"driver {bytes_text(need.context_bytes)}"
+        for ordinal, need in zip(plan.placement.gpu_ordinals, plan.gpu_memory, strict=True)
+    ]
 
 
 _RESULT_HEAD = ("candidate", "trials", "prefill tok/s", "decode tok/s", "TTFT s", "score s", "ratio", "95 %")

@@ -14,16 +14,18 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plans.placement import GPU_ONLY, Placement
 from worker.cuda.gpu_step import Exchange, GpuStep
 from worker.cuda.lowering import Launch
 from worker.cuda.values import StepShape
-from worker.ops.batch import PAGE_TOKENS
+from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.oplist import OpKind, OpList
-from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch
-from worker.runtime.gpu_executor import GpuExecutor
+from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch, StepFailed
+from worker.runtime.gpu_executor import GpuExecutor, step_batch_of
 from worker.runtime.load_gpu import load_gpu
 
 GREEDY = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0)
@@ -66,8 +68,9 @@ def measure_model(path: Path) -> Iterator[tuple[str, str]]:
     """(what, how fast), as it is measured."""
     warm_page_cache(path)
     executor = load_gpu(path, placement(), max_outputs=32)
-    rate = path.stat().st_size / executor.load_s
-    yield "load", f"{executor.load_s:.2f} s in all, {rate / 1e9:.1f} GB/s"
+    upload_s = executor.models[0].upload_s
+    rate = path.stat().st_size / upload_s
+    yield "load", f"{executor.load_s:.2f} s in all; weights in {upload_s:.2f} s, {rate / 1e9:.1f} GB/s"
     yield "memory", ", ".join(f"{k} {v / 2**20:,.0f} MiB" for k, v in executor.memory_bytes().items())
     read_bytes = bytes_per_token(executor.models[0].oplist)
     for context in CONTEXTS:
@@ -78,7 +81,14 @@ def measure_model(path: Path) -> Iterator[tuple[str, str]]:
         seconds = decode_s(executor, count, 512)
         yield f"decode, {count} sequences", f"{count / seconds:,.0f} tok/s together"
     for length in PROMPTS:
-        yield f"prefill {length}", f"{length / prefill_s(executor, length):,.0f} tok/s"
+        try:
+            yield f"prefill {length}", f"{length / prefill_s(executor, length):,.0f} tok/s"
+        except StepFailed as error:
+            ids = [(7919 * i) % executor.n_vocab for i in range(length)]
+            words = first_not_finite(executor, ids, pages_of(executor, 0, length))
+            yield f"prefill {length} FAILED", f"{error}: {words}"
+    for length in (40, 300):
+        yield from consistency(executor, length)
     yield from breakdown(executor)
     executor.close()
 
@@ -136,11 +146,73 @@ def prefill_s(executor: GpuExecutor, length: int) -> float:
     return min(times[1:])
 
 
+def consistency(executor: GpuExecutor, length: int) -> Iterator[tuple[str, str]]:
+    """The last logits of a prompt, once from a prefill and once token by token, must be the same but for rounding."""
+    ids = [(7919 * i) % executor.n_vocab for i in range(length)]
+    pages = pages_of(executor, 0, length)
+    whole = executor.logits(Batch.of_sequence(ids, 0, pages, all_outputs=False))[0]
+    if not np.isfinite(whole).all():
+        yield f"prefill {length} not finite", first_not_finite(executor, ids, pages)
+    for position, token in enumerate(ids):
+        one = executor.logits(Batch.of_sequence([token], position, pages, all_outputs=False))[0]
+        if not np.isfinite(one).all():
+            yield f"decode at {position} not finite", first_not_finite(executor, [token], pages, position)
+            return
+    error = float(np.sqrt(np.mean(np.square(whole - one))) / one.std())
+    yield (
+        f"prefill {length} against decode",
+        f"relative error {error:.4f}, same best {whole.argmax() == one.argmax()}",
+    )
+
+
+def first_not_finite(executor: GpuExecutor, ids: list[int], pages: list[int], position: int = 0) -> str:
+    """The first op of a pass that leaves something that is not a finite number, with what it read."""
+    model = executor.models[0]
+    batch = Batch.of_sequence(ids, position, pages, all_outputs=False)
+    prepared = executor._writer.write(step_batch_of(batch), None)
+    shape = prepared.shape
+    prepared.inputs.upload(shape.n_sequences)
+    for op, launch in zip(model.oplist.ops, model.launches, strict=True):
+        before = {index: largest(executor, index, shape) for index in op.inputs}
+        launch.enqueue(shape)
+        for index in op.outputs if op.kind not in (OpKind.ROUTER, OpKind.SAMPLE) else ():
+            if (found := largest(executor, index, shape)) is None or not np.isfinite(found[0]):
+                names = {model.oplist.buffers[i].name: value for i, value in before.items()}
+                types = [w.tensor.type for i in op.weights if (w := model.oplist.weights[i]).tensor]
+                return (
+                    f"{op.kind.name} of layer {op.layer} ({', '.join(types)}) writes {found} into "
+                    f"{model.oplist.buffers[index].name}; it read (largest, not finite, first bad row) {names}"
+                )
+    return "nothing, op by op"
+
+
+def largest(executor: GpuExecutor, buffer: int, shape: StepShape) -> tuple[float, int, int]:
+    """Largest magnitude of the finite values of a buffer (not a number where some are not), how many are not, and the
+    first row with one.
+    """
+    model = executor.models[0]
+    rows = shape.n_outputs if model.oplist.buffers[buffer].is_output else shape.n_tokens
+    where = model.buffers[buffer]
+    host = model.device.host_buffer(4 * rows * where.width)
+    model.device.synchronize()
+    model.device.copy_out(host.address, where.values, 4 * rows * where.width)
+    model.device.synchronize()
+    values = host.array.view(np.float32).reshape(rows, where.width)
+    bad = ~np.isfinite(values)
+    found = (float(np.abs(values).max()), int(bad.sum()), int(bad.any(1).argmax()) if bad.any() else -1)
+    host.close()
+    return found
+
+
 def breakdown(executor: GpuExecutor) -> Iterator[tuple[str, str]]:
     """Microseconds of each kind of op in a decode step of one sequence at 512 tokens, each kind alone in a graph."""
     decode_s(executor, 1, 512)
     model = executor.models[0]
     shape = StepShape(1, 1, 1, 1024, True, model.decode_inputs.addresses, 0, "greedy")
+    yield (
+        "  the whole graph",
+        f"{graph_s(executor, model.launches, shape) * 1e6:.1f} us, without Python and copies",
+    )
     counts = Counter(launch.kind for launch in model.launches)
     for kind, count in counts.items():
         alone = tuple(launch for launch in model.launches if launch.kind == kind)

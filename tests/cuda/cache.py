@@ -74,6 +74,17 @@ class TestCache:
             self.scale_pointers[index] = self.machine.put(scales)
         self.kv = KvPointers(*self.pointers, *self.scale_pointers)
 
+    def clear_last(self, sequences: list[int]) -> None:
+        """Zeros in place of the last token of these sequences."""
+        for index in range(2):
+            dense = self.machine.get(self.pointers[index])
+            for sequence in sequences:
+                position = self.lengths[sequence] - 1
+                page = self.tables[sequence, position // PAGE_TOKENS]
+                dense[page, :, position % PAGE_TOKENS] = 0
+            self.pointers[index] = self.machine.put(dense)
+        self.kv = KvPointers(*self.pointers, *self.scale_pointers)
+
     def read(self, index: int, sequence: int) -> NDArray[np.float32]:
         """Keys (0) or values (1) of a sequence as the cache holds them, f32 [tokens, kv_heads, head_dim]."""
         codes = self.machine.get(self.pointers[index]).astype(np.float32)

@@ -52,7 +52,7 @@ def check_linear(
     linear(device.launcher, parts, source, n_tokens, blas=blas, workspace=workspace)
     for part, bias, (matrix, w) in zip(parts, biases, made, strict=True):
         expected = x.astype(np.float64) @ w[0].astype(np.float64).T + bias
-        limit = HALVES_LIMIT if n_tokens > 16 else 2e-2  # 8-bit activations with outliers
+        limit = HALVES_LIMIT if n_tokens > 2 else 4e-2  # 8-bit activations with outliers
         assert_near(device.get(part.output), expected, limit, f"{matrix.type_id} T={n_tokens}")
 
 

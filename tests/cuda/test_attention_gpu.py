@@ -170,6 +170,71 @@ def test_decode_attention(
         assert (np.abs(codes * scales[..., None] - values) <= 0.5001 * scales[..., None]).all()
 
 
+FUSED = [
+    # heads, rope_dim, style, norms, q8, window
+    (Heads(4, 2, 64), 64, 1, False, False, 0),
+    (Heads(7, 1, 128), 64, 0, True, True, 70),
+    (Heads(16, 2, 128), 128, 1, True, False, 0),
+    (Heads(2, 2, 80), 80, 1, False, False, 40),
+    (Heads(4, 1, 256), 256, 1, True, True, 0),
+]
+
+
+@pytest.mark.parametrize(("tensor_cores", "splits"), PLANS)
+@pytest.mark.parametrize(("heads", "rope_dim", "style", "has_norms", "is_q8", "window"), FUSED)
+def test_fused_decode_is_rope_then_attention(
+    machine: Machine,
+    rng: np.random.Generator,
+    heads: Heads,
+    rope_dim: int,
+    style: int,
+    has_norms: bool,
+    is_q8: bool,
+    window: int,
+    tensor_cores: bool,
+    splits: int,
+) -> None:
+    """Equal to the bit to `rope_store` and `decode_attention` in turn, the cache included."""
+    lengths = [1, 32, 33, 150]
+    n, width = len(lengths), heads.n_heads * heads.head_dim
+    kv_width = heads.n_kv_heads * heads.head_dim
+    cache = TestCache(machine, rng, heads, lengths, is_q8=is_q8)
+    cache.fill(rng)
+    q, k, v = (rng.standard_normal((n, size)).astype(np.float32) for size in (width, kv_width, kv_width))
+    norms = [machine.put(rng.standard_normal(heads.head_dim).astype(np.float32)) for _ in range(2)]
+    frequencies = (10000.0 ** (-np.arange(rope_dim // 2) / (rope_dim // 2))).astype(np.float32)
+    rope = Rope(*(norms if has_norms else [0, 0]), machine.put(frequencies), rope_dim, style, 1e-6, 1.0)
+    step = cache.step(np.array(lengths, np.int32) - 1, np.arange(n, dtype=np.int32))
+    plan = attention.plan_decode(machine.launcher, heads, n, 4096 if tensor_cores else 64)
+    plan = DecodePlan(tensor_cores, splits, plan.heads_per_block, plan.n_warps, plan.n_stages)
+    workspace = machine.zeros(4 * 16384 + 4 * n * splits * heads.n_heads * (heads.head_dim + 2))
+    results = []
+    for is_fused in (True, False):
+        query, key, value = (machine.put(x) for x in (q, k, v))
+        out = machine.empty((n, width))
+        fresh = attention.FreshHeads(rope, key, value) if is_fused else None
+        if not is_fused:
+            cache.clear_last(list(range(n)))
+            attention.rope_store(machine.launcher, query, key, value, n, heads, rope, cache.kv, step)
+        attention.decode_attention(
+            machine.launcher,
+            query,
+            n,
+            heads,
+            cache.kv,
+            step,
+            Scores(0.1, 0.0, window),
+            plan,
+            workspace,
+            Outputs(out),
+            fresh=fresh,
+        )
+        stored = [cache.read(index, s) for index in range(2) for s in range(n)]
+        results.append((machine.get(out), *stored))
+    for fused, apart in zip(*results, strict=True):
+        np.testing.assert_array_equal(fused, apart)
+
+
 PREFILLS = [
     # heads, is_q8, window, cap, (prefix, tokens) of the sequences
     (Heads(2, 1, 64), False, 0, 0.0, [(0, 150), (3, 5)]),

@@ -76,7 +76,7 @@ def test_dense_network(device: GpuDevice, n_tokens: int) -> None:
 @pytest.mark.parametrize("name", checks.FLOAT_TYPES + checks.QUANT_TYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(37, 256), (520, 2048)])
 def test_tensor_cores(device: GpuDevice, name: str, rows: int, cols: int) -> None:
-    for n_tokens in (1, 17, 33, 200):
+    for n_tokens in (1, 8, 17, 33, 200):
         prefill_checks.check_tensor_cores(device, name, n_tokens, rows, cols)
 
 
@@ -85,7 +85,7 @@ def test_tensor_cores_on_odd_widths(device: GpuDevice, name: str) -> None:
     prefill_checks.check_tensor_cores(device, name, 50, 130, 288)
 
 
-@pytest.mark.parametrize("n_tokens", [9, 16, 17, 63, 64, 300])
+@pytest.mark.parametrize("n_tokens", [2, 3, 16, 17, 63, 64, 300])
 def test_dispatch(device: GpuDevice, blas: CuBlas, n_tokens: int) -> None:
     for names in (("Q4_K", "Q4_K", "Q6_K"), ("F16", "Q8_0", "F32"), ("Q5_K",)):
         prefill_checks.check_linear(device, blas, names, n_tokens, 512)
@@ -97,7 +97,7 @@ def test_blas(device: GpuDevice, blas: CuBlas, name: str) -> None:
 
 
 @pytest.mark.parametrize("down", ["Q4_K", "Q6_K", "Q8_0"])
-@pytest.mark.parametrize("n_tokens", [9, 100, 700])
+@pytest.mark.parametrize("n_tokens", [5, 16, 100, 700])
 def test_grouped_experts(device: GpuDevice, down: str, n_tokens: int) -> None:
     prefill_checks.check_grouped(device, ("Q4_K", "Q4_K", down), n_tokens, (512, 256, 32, 4))
     prefill_checks.check_grouped(device, ("Q4_0", "Q5_0", down), n_tokens, (256, 256, 16, 2), activation=1)

@@ -5,10 +5,24 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
+
 from configs.errors import EngineStartError, RequestFailedError
 from planner.prompts import PromptText
 from plans.card import CARD_VERSION, KvLayer, ModelCard, TypeBytes
-from plans.machine import REPORT_VERSION, Cpu, Host, KernelRate, MachineReport, PeakRate, ReadRate
+from plans.machine import (
+    REPORT_VERSION,
+    CopyRate,
+    Cpu,
+    Gpu,
+    GpuKernelRate,
+    GpuRates,
+    Host,
+    KernelRate,
+    MachineReport,
+    PeakRate,
+    ReadRate,
+)
 from plans.placement import CPU_ONLY, Placement
 from plans.units import AttentionShape, EmbeddingShape, FfnShape, HeadShape, TensorRef, Unit
 from worker.engines.base import Engine, EngineInfo, ProgressCallback
@@ -100,6 +114,30 @@ def machine(cores: int = 4, available_bytes: int = 24 << 30, measured: bool = Tr
         measured_at="2026-01-01T00:00:00+00:00",
         probe_s=1.0,
     )
+
+
+def gpu(free_mib: int = 16_384, ordinal: int = 0) -> GpuRates:
+    """A card that is ten times as fast as the fake machine's memory."""
+    return GpuRates(
+        ordinal=ordinal,
+        name="Fake GPU",
+        driver_version="999.1",
+        capability=90,
+        n_processors=100,
+        memory_total_bytes=16 << 30,
+        memory_free_bytes=free_mib << 20,
+        copies=(CopyRate("pinned in", 1 << 20, 50e9),),
+        read_bytes_per_s=600e9,
+        graph_node_s=1e-6,
+        kernels=(GpuKernelRate("Q4_0", 400e9, 20e12),),
+    )
+
+
+def gpu_machine(*gpus: GpuRates, cores: int = 4, available_bytes: int = 24 << 30) -> MachineReport:
+    report = machine(cores, available_bytes)
+    names = tuple(Gpu(item.name, item.driver_version) for item in gpus)
+    here = msgspec.structs.replace(report.host, gpus=names, gpus_absent_reason=None)
+    return msgspec.structs.replace(report, host=here, gpus=gpus)
 
 
 def placement(**changes: object) -> Placement:

@@ -72,13 +72,41 @@ struct Partials {
   }
 };
 
-// Merges all splits of `n_here` heads of a row, in the order of the splits whichever block came last.
-template <int Heads>
-INLINE void merge_splits(const Partials& partials, int row, int first_head, int n_here,
-                                             const Outputs& out) {
+constexpr int kMergeBatch = 12;  // loads under way in a thread
+
+// Sum of the splits `first`, `first + step`, ... of four neighbouring values, by their weights.
+INLINE float4 weighted_splits(const float* sums, const float* weights, int first, int step, int n_splits) {
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int base = first; base < n_splits; base += kMergeBatch * step) {
+    float4 parts[kMergeBatch];
+#pragma unroll
+    for (int i = 0; i < kMergeBatch; ++i) {
+      const int split = min(base + i * step, n_splits - 1);
+      parts[i] = __ldcg((const float4*)(sums + (u64)split * HEAD_DIM));
+    }
+#pragma unroll
+    for (int i = 0; i < kMergeBatch; ++i) {
+      const int split = base + i * step;
+      const float weight = split < n_splits ? weights[split] : 0.0f;
+      total.x += weight * parts[i].x;
+      total.y += weight * parts[i].y;
+      total.z += weight * parts[i].z;
+      total.w += weight * parts[i].w;
+    }
+  }
+  return total;
+}
+
+// Merges all splits of `n_here` heads of a row, in the same order whichever block came last. Threads that are more than
+// there are groups of four values share the splits of one.
+template <int Heads, int Threads>
+INLINE void merge_splits(const Partials& partials, int row, int first_head, int n_here, const Outputs& out) {
+  constexpr int kVectors = Heads * HEAD_DIM / 4;
+  constexpr int kShares = kVectors >= Threads ? 1 : Threads / kVectors;
   __shared__ float weights[Heads][kMaxSplits];
+  __shared__ float4 shares[kShares > 1 ? Threads : 1];
   const int lane = threadIdx.x % 32, n_splits = partials.n_splits;
-  for (int head = threadIdx.x / 32; head < n_here; head += blockDim.x / 32) {
+  for (int head = threadIdx.x / 32; head < n_here; head += Threads / 32) {
     const float2* masses = partials.masses + partials.index(row, first_head + head, 0);
     const float2 none = make_float2(kNoScore, 0.0f);
     const float2 a = lane < n_splits ? __ldcg(masses + lane) : none;
@@ -86,19 +114,30 @@ INLINE void merge_splits(const Partials& partials, int row, int first_head, int 
     const float largest = warp_max(fmaxf(a.x, b.x));
     const float wa = exp2f(a.x - largest), wb = exp2f(b.x - largest);
     const float inverse = 1.0f / warp_sum(wa * a.y + wb * b.y);
-    weights[head][lane] = a.y > 0.0f ? wa * inverse : 0.0f;
-    weights[head][lane + 32] = b.y > 0.0f ? wb * inverse : 0.0f;
+    weights[head][lane] = wa * inverse;
+    weights[head][lane + 32] = wb * inverse;
   }
   __syncthreads();
-  for (int index = threadIdx.x; index < n_here * HEAD_DIM; index += blockDim.x) {
-    const int head = index / HEAD_DIM;
-    const float* sums = partials.sums + partials.index(row, first_head + head, 0) * HEAD_DIM + index % HEAD_DIM;
-    float total = 0.0f;
-#pragma unroll 8
-    for (int split = 0; split < n_splits; ++split) {
-      const float sum = __ldcg(sums + (u64)split * HEAD_DIM), weight = weights[head][split];
-      total += weight > 0.0f ? weight * sum : 0.0f;
+  const int vectors = n_here * HEAD_DIM / 4;
+  for (int base = 0; base < kVectors; base += Threads) {  // once, where threads share
+    const int vector = kShares > 1 ? threadIdx.x % kVectors : base + threadIdx.x;
+    const int share = kShares > 1 ? threadIdx.x / kVectors : 0;
+    const bool exists = vector < vectors && share < kShares;
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (exists) {
+      const int head = 4 * vector / HEAD_DIM;
+      const float* sums = partials.sums + partials.index(row, first_head + head, 0) * HEAD_DIM + 4 * vector % HEAD_DIM;
+      total = weighted_splits(sums, weights[head], share, kShares, n_splits);
     }
-    store_one(out, ((u64)row * partials.n_heads + first_head) * HEAD_DIM + index, total);
+    if (kShares > 1) {
+      shares[threadIdx.x] = total;
+      __syncthreads();
+      for (int other = 1; other < kShares && share == 0; ++other) {
+        const float4 part = shares[other * kVectors + vector];
+        total = make_float4(total.x + part.x, total.y + part.y, total.z + part.z, total.w + part.w);
+      }
+    }
+    const u64 at = ((u64)row * partials.n_heads + first_head) * HEAD_DIM + 4 * (u64)vector;
+    store_four(out, at, total, exists && share == 0 ? 4 : 0);
   }
 }

@@ -99,6 +99,45 @@ class Rope:
     magnitude: float
 
 
+class _RopeCall(ctypes.Structure):
+    """`Rope` of rope.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("key", "value", "q_norm", "k_norm", "inverse_frequencies")),
+        ("rope_dim", c_int),
+        ("style", c_int),
+        ("eps", c_float),
+        ("magnitude", c_float),
+    ]
+
+
+class _DecodeCall(ctypes.Structure):
+    """`DecodeCall` of decode.cuh."""
+
+    _fields_ = [
+        ("query", ctypes.c_uint64),
+        ("kv", ctypes.c_uint64 * 4),
+        ("step", ctypes.c_uint64 * 3),
+        ("partials", ctypes.c_uint64),
+        ("counters", ctypes.c_uint64),
+        ("outputs", ctypes.c_uint64 * 5),
+        ("rope", _RopeCall),
+        ("n_heads", c_int),
+        ("n_kv_heads", c_int),
+        ("max_pages", c_int),
+        ("window", c_int),
+        ("scale", c_float),
+        ("cap", c_float),
+    ]
+
+
+def _rope_call(rope: Rope, heads: Heads, key: int, value: int) -> _RopeCall:
+    if rope.rope_dim > heads.head_dim or rope.rope_dim % 2:
+        raise EngineError(f"{rope.rope_dim} rotated dimensions in heads of {heads.head_dim}")
+    pointers = (key, value, rope.q_norm, rope.k_norm, rope.inverse_frequencies)
+    return _RopeCall(*pointers, rope.rope_dim, rope.style, rope.eps, rope.magnitude)
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
     """How scores are made: times `scale`, then soft-capped at `cap` (0: not); `window` positions are seen (0: all)."""
@@ -128,23 +167,13 @@ def rope_store(
     f32 [n_tokens, n_kv_heads * head_dim] into the cache (key and value stay as they are). One launch.
     """
     heads.check(is_q8=kv.is_q8)
-    if rope.rope_dim > heads.head_dim or rope.rope_dim % 2:
-        raise EngineError(f"{rope.rope_dim} rotated dimensions in heads of {heads.head_dim}")
     function = launcher.function("rope.cu", "rope_store", _defines(heads, kv))
     all_heads = heads.n_heads + 2 * heads.n_kv_heads
     args = (
         query,
-        key,
-        value,
+        _rope_call(rope, heads, key, value),
         c_int(heads.n_heads),
         c_int(heads.n_kv_heads),
-        rope.q_norm,
-        rope.k_norm,
-        rope.inverse_frequencies,
-        c_int(rope.rope_dim),
-        c_int(rope.style),
-        c_float(rope.eps),
-        c_float(rope.magnitude),
         *kv.arguments(),
         *step.arguments(),
     )
@@ -167,8 +196,9 @@ class DecodePlan:
 
 
 _MAX_SPLITS = 64
-_MAX_BLOCKS_PER_SM = 2
+_SHORT_BLOCKS_PER_SM, _LONG_BLOCKS_PER_SM = 2, 1
 _COUNTERS = 16384
+_STATIC_SHARED_BYTES = 24 * 1024  # at most, of 16 heads of 256 values
 _PAGES_IN_SHARED = ((4, 2), (4, 1), (2, 1), (1, 1))
 """Warps and stages of the tensor-core form, best first: the first that fits is taken."""
 
@@ -186,7 +216,8 @@ def plan_decode(launcher: Launcher, heads: Heads, n_rows: int, context_tokens: i
     pages = max(1, -(-context_tokens // PAGE_TOKENS))
     blocks = n_rows * heads.n_kv_heads * -(-heads.group // heads_per_block)
     wanted = max(1, -(-pages // pages_per_split))
-    room = max(1, _MAX_BLOCKS_PER_SM * launcher.sm_count // blocks)
+    blocks_per_sm = _LONG_BLOCKS_PER_SM if tensor_cores else _SHORT_BLOCKS_PER_SM
+    room = max(1, blocks_per_sm * launcher.sm_count // blocks)
     return DecodePlan(tensor_cores, min(wanted, room, _MAX_SPLITS), heads_per_block, n_warps, n_stages)
 
 
@@ -194,7 +225,7 @@ def _pages_in_shared(launcher: Launcher, heads: Heads) -> tuple[int, int]:
     for n_warps, n_stages in _PAGES_IN_SHARED:
         has_copies = launcher.capability >= 80 or n_stages == 1
         plan = DecodePlan(True, 1, min(heads.group, 16), n_warps, n_stages)
-        if has_copies and _long_shared_bytes(heads, plan) <= launcher.shared_bytes:
+        if has_copies and _long_shared_bytes(heads, plan) + _STATIC_SHARED_BYTES <= launcher.shared_bytes:
             return n_warps, n_stages
     raise EngineError(
         f"heads of {heads.head_dim} values do not fit into {launcher.shared_bytes} bytes of shared memory"
@@ -222,6 +253,15 @@ def decode_workspace_bytes(launcher: Launcher, heads: Heads, max_rows: int) -> i
     return 4 * _COUNTERS + 4 * largest * heads.n_heads * (heads.head_dim + 2)
 
 
+@dataclass(frozen=True, slots=True)
+class FreshHeads:
+    """Queries, keys and values as the projections left them: decode attention then does what `rope_store` does."""
+
+    rope: Rope
+    key: int  # f32 [n_rows, n_kv_heads * head_dim]
+    value: int
+
+
 def decode_attention(
     launcher: Launcher,
     query: int,
@@ -234,39 +274,47 @@ def decode_attention(
     workspace: int,
     outputs: Outputs,
     *,
+    fresh: FreshHeads | None = None,
     pdl: bool = False,
 ) -> None:
-    """Attention of one token per row (rotated query f32 [n_rows, n_heads * head_dim]) over positions 0..its own, which
-    are in the cache. The contexts come from the device; the grid depends on `plan` alone. One launch: the last block
-    of a group merges the splits, always in the same order.
+    """Attention of one token per row (query f32 [n_rows, n_heads * head_dim]) over positions 0..its own.
+
+    Without `fresh` the query is rotated and the row's own key and value are in the cache; with it they are made here
+    and written. The contexts come from the device; the grid depends on `plan` alone. One launch: the last block of a
+    group merges the splits, always in the same order. With `pdl`, the arrays of `step`, and all pages but those of
+    the rows' own positions, have to be complete before the first kernel of the chain: they are read ahead.
     """
     heads.check(is_q8=kv.is_q8)
     outputs.check(heads.head_dim)
     head_blocks = -(-heads.group // plan.heads_per_block)
     if n_rows * heads.n_kv_heads * head_blocks > _COUNTERS:
         raise EngineError(f"decode attention of {n_rows} sequences at once: use fewer")
-    counters, partials = workspace, workspace + 4 * _COUNTERS
-    defines = _defines(heads, kv) | {"HEADS": plan.heads_per_block, "WARPS": plan.n_warps}
-    shared_bytes = 0
+    call = _DecodeCall(
+        query,
+        (ctypes.c_uint64 * 4)(*kv.arguments()),
+        (ctypes.c_uint64 * 3)(step.positions, step.sequence_of_token, step.page_tables),
+        workspace + 4 * _COUNTERS,
+        workspace,
+        (ctypes.c_uint64 * 5)(*outputs.arguments()),
+        _RopeCall() if fresh is None else _rope_call(fresh.rope, heads, fresh.key, fresh.value),
+        heads.n_heads,
+        heads.n_kv_heads,
+        step.max_pages,
+        scores.window,
+        scores.scale,
+        scores.cap,
+    )
+    defines = _defines(heads, kv)
+    defines |= {"HEADS": plan.heads_per_block, "WARPS": plan.n_warps, "FUSED": int(fresh is not None)}
+    grid = (plan.n_splits, heads.n_kv_heads * head_blocks, n_rows)
     if plan.tensor_cores:
         defines |= {"STAGES": plan.n_stages}
         function = launcher.function("attention_decode_long.cu", "attention_decode_long", defines)
         shared_bytes = _long_shared_bytes(heads, plan)
+        launcher.launch(function, grid, 32 * plan.n_warps, shared_bytes, (call,), pdl)
     else:
         function = launcher.function("attention_decode.cu", "attention_decode", defines)
-    args = (
-        query,
-        c_int(heads.n_heads),
-        c_int(heads.n_kv_heads),
-        *kv.arguments(),
-        *step.arguments(),
-        *scores.arguments(),
-        partials,
-        counters,
-        *outputs.arguments(),
-    )
-    grid = (plan.n_splits, heads.n_kv_heads * head_blocks, n_rows)
-    launcher.launch(function, grid, 32 * plan.n_warps, shared_bytes, args, pdl)
+        launcher.launch(function, grid, 32 * plan.n_warps, 0, (call,), pdl)
 
 
 def prefill_tile_rows(heads: Heads) -> int:

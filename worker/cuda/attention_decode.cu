@@ -1,14 +1,7 @@
 // Decode attention for short contexts, on CUDA cores: a block takes HEADS query heads of one kv head and a share of the
 // positions; some lanes of a warp share a position, each with its part of the dimensions.
-// Variants: -DHEAD_DIM, -DKV_Q8, -DHEADS, -DWARPS.
-#include "attention.cuh"
-
-#ifndef HEADS
-#define HEADS 2
-#endif
-#ifndef WARPS
-#define WARPS 8
-#endif
+// Variants: -DHEAD_DIM, -DKV_Q8, -DHEADS, -DWARPS, -DFUSED.
+#include "decode.cuh"
 
 constexpr int kLanes = HEAD_DIM == 256 ? 16 : 8;  // that share a position
 constexpr int kPerLane = HEAD_DIM / kLanes;
@@ -36,17 +29,17 @@ struct Part {
       const int dim = unit_dim(unit, lane);
       const u8* source = (const u8*)base + (row * HEAD_DIM + dim) * (kBytes / kUnit);
       if (kBytes == 16) {
-        const uint4 four = *(const uint4*)source;
+        const uint4 four = __ldcg((const uint4*)source);
         words[unit][0] = four.x, words[unit][1 % kWords] = four.y;
         words[unit][2 % kWords] = four.z, words[unit][3 % kWords] = four.w;
       } else if (kBytes == 8) {
-        const uint2 two = *(const uint2*)source;
+        const uint2 two = __ldcg((const uint2*)source);
         words[unit][0] = two.x, words[unit][1 % kWords] = two.y;
       } else {
-        words[unit][0] = kBytes == 4 ? *(const u32*)source : *(const u16*)source;
+        words[unit][0] = kBytes == 4 ? __ldcg((const u32*)source) : __ldcg((const u16*)source);
       }
 #if KV_Q8
-      scales[unit] = scale_base[row * (HEAD_DIM / 32) + dim / 32];
+      scales[unit] = __ldcg(scale_base + row * (HEAD_DIM / 32) + dim / 32);
 #endif
     }
   }
@@ -68,6 +61,13 @@ struct Part {
 // The running softmax of one lane group: largest score, mass, weighted sum of values.
 struct Running {
   float largest, mass, sums[kPerLane];
+
+  INLINE void clear() {
+    largest = kNoScore;
+    mass = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) sums[i] = 0.0f;
+  }
 };
 
 INLINE void load_query(const float* query, float factor, int lane, float (&out)[kPerLane]) {
@@ -124,102 +124,95 @@ INLINE void merge_lanes(Running& running) {
   }
 }
 
-struct BlockSums {
-  float sums[WARPS][HEADS][HEAD_DIM];
-  float2 masses[WARPS][HEADS];
+// Keys and values of the positions that a lane group looks at together.
+struct Batch {
+  Part keys[kAtOnce], values[kAtOnce];
+  int positions[kAtOnce];
+  bool seen[kAtOnce];
+
+  INLINE void place(int first, const Visible& visible) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      positions[i] = first + (i * WARPS + threadIdx.x / 32) * (32 / kLanes) + threadIdx.x % 32 / kLanes;
+      seen[i] = visible(positions[i]) && positions[i] < visible.last_page * kPageTokens;
+      if (!seen[i]) positions[i] = visible.end - 1;
+    }
+  }
+  // those of the pages first_page..last_page
+  INLINE void load(const Cache& cache, int first_page, int last_page) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int page = positions[i] / kPageTokens;
+      if (page < first_page || page > last_page) continue;
+      const u64 row = cache.row(positions[i]);
+      keys[i].load(cache.keys, cache.key_scales, row, threadIdx.x % kLanes);
+      values[i].load(cache.values, cache.value_scales, row, threadIdx.x % kLanes);
+    }
+  }
 };
 
-INLINE void publish(BlockSums& block, const Running& running, int warp, int head, int lane) {
-  if (lane >= kLanes) return;
+INLINE void absorb_batch(Running (&running)[HEADS], const float (&queries)[HEADS][kPerLane], const Batch& batch,
+                         const Scoring& scoring) {
+  float scores[HEADS][kAtOnce];
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) block.sums[warp][head][unit_dim(i / kUnit, lane) + i % kUnit] = running.sums[i];
-  if (lane == 0) block.masses[warp][head] = make_float2(running.largest, running.mass);
+  for (int i = 0; i < kAtOnce; ++i) {
+    float key[kPerLane];
+    batch.keys[i].unpack(key);
+#pragma unroll
+    for (int head = 0; head < HEADS; ++head) {
+      const float score = scoring(dot(queries[head], key));
+      scores[head][i] = batch.seen[i] ? score : kNoScore;
+    }
+  }
+#pragma unroll
+  for (int head = 0; head < HEADS; ++head) absorb(running[head], scores[head], batch.values);
 }
 
-INLINE void write_partials(const BlockSums& block, const Partials& partials, int row,
-                                               int first_head, int n_here, int split) {
-  for (int index = threadIdx.x; index < n_here * HEAD_DIM; index += blockDim.x) {
-    const int head = index / HEAD_DIM, dim = index % HEAD_DIM;
-    float largest = kNoScore, mass = 0.0f, sum = 0.0f;
+INLINE void publish(const WarpSums<HEAD_DIM>& warps, const Running& running, int head) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (lane >= kLanes) return;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, block.masses[warp][head].x);
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
-      const float fade = exp2f(block.masses[warp][head].x - largest);
-      mass += fade * block.masses[warp][head].y;
-      sum += fade * block.sums[warp][head][dim];
-    }
-    const u64 at = partials.index(row, first_head + head, split);
-    partials.sums[at * HEAD_DIM + dim] = sum;
-    if (dim == 0) partials.masses[at] = make_float2(largest, mass);
-  }
+  for (int i = 0; i < kPerLane; ++i) warps.of(warp, head)[unit_dim(i / kUnit, lane) + i % kUnit] = running.sums[i];
+  if (lane == 0) warps.mass(warp, head) = make_float2(running.largest, running.mass);
 }
 
 // grid: splits, kv heads times blocks of HEADS query heads, rows
-KERNEL __launch_bounds__(32 * WARPS)
-    attention_decode(const float* query, int n_heads, int n_kv_heads, const void* keys, const void* values,
-                     const u16* key_scales, const u16* value_scales, const int* positions,
-                     const int* sequence_of_token, const int* page_tables, int max_pages, float scale, float cap,
-                     int window, float* workspace, u32* counters, float* out_values, u16* out_halves,
-                     signed char* out_codes, float* out_scales, float* out_sums) {
-  __shared__ BlockSums block;
-  start_after_previous();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.z;
-  const int group = n_heads / n_kv_heads, head_blocks = (group + HEADS - 1) / HEADS;
-  const int kv_head = blockIdx.y / head_blocks, first_in_group = blockIdx.y % head_blocks * HEADS;
-  const int first_head = kv_head * group + first_in_group, n_here = min(HEADS, group - first_in_group);
-  const Visible visible(positions[row], window, blockIdx.x, gridDim.x);
-  const Cache cache = {keys, values, key_scales, value_scales,
-                       page_tables + (u64)sequence_of_token[row] * max_pages, n_kv_heads, kv_head};
-  const Scoring scoring(scale, cap);
+KERNEL __launch_bounds__(32 * WARPS, 2) attention_decode(const __grid_constant__ DecodeCall call) {
+  __shared__ Queries shared_queries;
+  __shared__ float sums[WARPS * HEADS * HEAD_DIM];
+  __shared__ float2 masses[WARPS * HEADS];
+  let_next_start();
+  const DecodeBlock block(call);
+  const int first = block.visible.first_page * kPageTokens, end = block.visible.last_page * kPageTokens;
+  Batch batch;
+  batch.place(first, block.visible);
+  if (first < end) batch.load(block.cache, 0, block.own_page() - 1);
+  prepare(call, block, shared_queries);
+  if (first < end) batch.load(block.cache, block.own_page(), block.own_page());
 
+  const Scoring scoring(call.scale, call.cap);
   float queries[HEADS][kPerLane];
   Running running[HEADS];
 #pragma unroll
   for (int head = 0; head < HEADS; ++head) {
-    const int own = first_head + min(head, n_here - 1);
-    load_query(query + ((u64)row * n_heads + own) * HEAD_DIM, scoring.query_factor, lane % kLanes, queries[head]);
-    running[head].largest = kNoScore;
-    running[head].mass = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) running[head].sums[i] = 0.0f;
+    load_query(shared_queries.head(min(head, block.n_here - 1)), scoring.query_factor, threadIdx.x % kLanes,
+               queries[head]);
+    running[head].clear();
   }
-  constexpr int kStride = WARPS * (32 / kLanes);
-  const int end = visible.last_page * kPageTokens;
-  for (int first = visible.first_page * kPageTokens; first < end; first += kAtOnce * kStride) {
-    Part key_parts[kAtOnce], value_parts[kAtOnce];
-    bool seen[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int position = first + i * kStride + warp * (32 / kLanes) + lane / kLanes;
-      seen[i] = visible(position) && position < end;
-      const u64 at = cache.row(seen[i] ? position : visible.end - 1);
-      key_parts[i].load(keys, key_scales, at, lane % kLanes);
-      value_parts[i].load(values, value_scales, at, lane % kLanes);
+  constexpr int kStride = kAtOnce * WARPS * (32 / kLanes);
+  for (int at = first; at < end; at += kStride) {
+    if (at > first) {
+      batch.place(at, block.visible);
+      batch.load(block.cache, 0, block.own_page());
     }
-    float scores[HEADS][kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      float key[kPerLane];
-      key_parts[i].unpack(key);
-#pragma unroll
-      for (int head = 0; head < HEADS; ++head) {
-        const float score = scoring(dot(queries[head], key));
-        scores[head][i] = seen[i] ? score : kNoScore;
-      }
-    }
-#pragma unroll
-    for (int head = 0; head < HEADS; ++head) absorb(running[head], scores[head], value_parts);
+    absorb_batch(running, queries, batch, scoring);
   }
+  const WarpSums<HEAD_DIM> warps = {sums, masses};
 #pragma unroll
   for (int head = 0; head < HEADS; ++head) {
     merge_lanes(running[head]);
-    publish(block, running[head], warp, head, lane);
+    publish(warps, running[head], head);
   }
   __syncthreads();
-  const Partials partials(workspace, gridDim.z, n_heads, gridDim.x);
-  write_partials(block, partials, row, first_head, n_here, blockIdx.x);
-  if (!is_last_block(counters + row * gridDim.y + blockIdx.y, gridDim.x)) return;
-  const Outputs out = {out_values, out_halves, out_codes, out_scales, out_sums};
-  merge_splits<HEADS>(partials, row, first_head, n_here, out);
+  finish(call, block, warps);
 }

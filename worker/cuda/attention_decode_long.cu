@@ -1,14 +1,9 @@
 // Decode attention for long contexts on tensor cores: the query heads of a kv head are the rows of the product. Each warp
 // walks over pages of its own, STAGES of them in its part of shared memory, without a barrier until the end.
-// Variants: -DHEAD_DIM, -DKV_Q8, -DHEADS (at most 16), -DWARPS, -DSTAGES.
+// Variants: -DHEAD_DIM, -DKV_Q8, -DHEADS (at most 16), -DWARPS, -DSTAGES, -DFUSED.
 #include "attention_tiles.cuh"
+#include "decode.cuh"
 
-#ifndef HEADS
-#define HEADS 8
-#endif
-#ifndef WARPS
-#define WARPS 4
-#endif
 #ifndef STAGES
 #define STAGES 2
 #endif
@@ -38,100 +33,66 @@ INLINE void absorb_page(RowState& state, const QueryTile& queries, const u16* st
   add_values<kPageTokens>(state, scores, stage + kTileHalves);
 }
 
-// What the warps of a block leave for the merge, over the memory of the pages.
-struct WarpSums {
-  float* sums;     // [WARPS][HEADS][kSumStride]
-  float2* masses;  // [WARPS][HEADS]
-
-  INLINE explicit WarpSums(void* memory)
-      : sums((float*)memory), masses((float2*)(sums + WARPS * HEADS * kSumStride)) {}
-};
-
-INLINE void publish(const WarpSums& block, const RowState& state, int warp) {
-  const int lane = threadIdx.x % 32;
+INLINE void publish(const WarpSums<kSumStride>& warps, const RowState& state) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     const int head = lane / 4 + 8 * row;
     if (head >= HEADS) continue;
-    float* own = block.sums + (warp * HEADS + head) * kSumStride + 2 * (lane % 4);
+    float* own = warps.of(warp, head) + 2 * (lane % 4);
 #pragma unroll
     for (int i = 0; i < kUnits; ++i)
       *(float2*)(own + 8 * i) = make_float2(state.sums[i][2 * row], state.sums[i][2 * row + 1]);
-    if (lane % 4 == 0) block.masses[warp * HEADS + head] = make_float2(state.largest[row], state.mass[row]);
+    if (lane % 4 == 0) warps.mass(warp, head) = make_float2(state.largest[row], state.mass[row]);
   }
 }
 
-INLINE void write_partials(const WarpSums& block, const Partials& partials, int row,
-                                               int first_head, int n_here, int split) {
-  for (int index = threadIdx.x; index < n_here * HEAD_DIM; index += blockDim.x) {
-    const int head = index / HEAD_DIM, dim = index % HEAD_DIM;
-    float largest = kNoScore, mass = 0.0f, sum = 0.0f;
+// Of a warp's first STAGES - 1 pages those between first_page and last_page.
+INLINE void fetch_first(u16* stages, const DecodeBlock& block, int first_page, int last_page) {
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, block.masses[warp * HEADS + head].x);
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
-      const float2 own = block.masses[warp * HEADS + head];
-      const float fade = exp2f(own.x - largest);
-      mass += fade * own.y;
-      sum += fade * block.sums[(warp * HEADS + head) * kSumStride + dim];
-    }
-    const u64 at = partials.index(row, first_head + head, split);
-    partials.sums[at * HEAD_DIM + dim] = sum;
-    if (dim == 0) partials.masses[at] = make_float2(largest, mass);
+  for (int i = 0; i < STAGES - 1; ++i) {
+    const int page = block.visible.first_page + threadIdx.x / 32 + i * WARPS;
+    if (page < block.visible.last_page && first_page <= page && page <= last_page)
+      fetch_page(stages + i * 2 * kTileHalves, block.cache, page);
   }
 }
 
 // grid: splits, kv heads times blocks of HEADS query heads, rows
-KERNEL __launch_bounds__(32 * WARPS)
-    attention_decode_long(const float* query, int n_heads, int n_kv_heads, const void* keys, const void* values,
-                          const u16* key_scales, const u16* value_scales, const int* positions,
-                          const int* sequence_of_token, const int* page_tables, int max_pages, float scale, float cap,
-                          int window, float* workspace, u32* counters, float* out_values, u16* out_halves,
-                          signed char* out_codes, float* out_scales, float* out_sums) {
+KERNEL __launch_bounds__(32 * WARPS) attention_decode_long(const __grid_constant__ DecodeCall call) {
   DYNAMIC_SHARED(shared);
-  start_after_previous();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.z;
-  const int group = n_heads / n_kv_heads, head_blocks = (group + HEADS - 1) / HEADS;
-  const int kv_head = blockIdx.y / head_blocks, first_in_group = blockIdx.y % head_blocks * HEADS;
-  const int first_head = kv_head * group + first_in_group, n_here = min(HEADS, group - first_in_group);
-  const Visible visible(positions[row], window, blockIdx.x, gridDim.x);
-  const Cache cache = {keys, values, key_scales, value_scales,
-                       page_tables + (u64)sequence_of_token[row] * max_pages, n_kv_heads, kv_head};
-  const Scoring scoring(scale, cap);
-
+  __shared__ Queries shared_queries;
+  let_next_start();
+  const DecodeBlock block(call);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   u16* stages = (u16*)shared + warp * STAGES * 2 * kTileHalves;
+  fetch_first(stages, block, 0, block.own_page() - 1);
+  prepare(call, block, shared_queries);
+  fetch_first(stages, block, block.own_page(), block.own_page());
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) {
-    const int page = visible.first_page + warp + i * WARPS;
-    if (page < visible.last_page) fetch_page(stages + i * 2 * kTileHalves, cache, page);
-    copy_async_commit();
-  }
-  const float* first_query = query + ((u64)row * n_heads + first_head) * HEAD_DIM;
+  for (int i = 0; i < STAGES - 1; ++i) copy_async_commit();
+
+  const Scoring scoring(call.scale, call.cap);
   QueryTile queries;  // rows beyond the heads repeat the last one
-  queries.load(first_query + min(lane / 4, n_here - 1) * HEAD_DIM,
-               first_query + min(lane / 4 + 8, n_here - 1) * HEAD_DIM, scoring.query_factor);
+  queries.load(shared_queries.head(min(lane / 4, block.n_here - 1)),
+               shared_queries.head(min(lane / 4 + 8, block.n_here - 1)), scoring.query_factor);
   RowState state;
   state.clear();
   int stage = 0;
-  for (int page = visible.first_page + warp; page < visible.last_page; page += WARPS) {
+  for (int page = block.visible.first_page + warp; page < block.visible.last_page; page += WARPS) {
     const int next = page + (STAGES - 1) * WARPS, free_stage = (stage + STAGES - 1) % STAGES;
-    if (next < visible.last_page) fetch_page(stages + free_stage * 2 * kTileHalves, cache, next);
+    if (next < block.visible.last_page) fetch_page(stages + free_stage * 2 * kTileHalves, block.cache, next);
     copy_async_commit();
     copy_async_wait<STAGES - 1>();
     __syncwarp();
-    absorb_page(state, queries, stages + stage * 2 * kTileHalves, scoring, visible, page);
+    absorb_page(state, queries, stages + stage * 2 * kTileHalves, scoring, block.visible, page);
     __syncwarp();
     stage = (stage + 1) % STAGES;
   }
   copy_async_wait<0>();
   gather_mass(state);
   __syncthreads();
-  const WarpSums block(shared);
-  publish(block, state, warp);
+  const WarpSums<kSumStride> warps = {(float*)shared, (float2*)((float*)shared + WARPS * HEADS * kSumStride)};
+  publish(warps, state);
   __syncthreads();
-  const Partials partials(workspace, gridDim.z, n_heads, gridDim.x);
-  write_partials(block, partials, row, first_head, n_here, blockIdx.x);
-  if (!is_last_block(counters + row * gridDim.y + blockIdx.y, gridDim.x)) return;
-  const Outputs out = {out_values, out_halves, out_codes, out_scales, out_sums};
-  merge_splits<HEADS>(partials, row, first_head, n_here, out);
+  finish(call, block, warps);
 }

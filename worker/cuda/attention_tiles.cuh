@@ -152,8 +152,8 @@ INLINE uint4 unpack_unit(uint2 codes, u16 scale_bits) {
 // Unit `unit` (8 values) of cache row `row` into shared memory; in the background where it needs no conversion.
 INLINE void fetch_unit(u16* target, const void* base, const u16* scales, u64 row, int unit) {
 #if KV_Q8
-  const uint2 codes = *(const uint2*)((const u8*)base + row * HEAD_DIM + 8 * unit);
-  *(uint4*)target = unpack_unit(codes, scales[row * (HEAD_DIM / 32) + unit / 4]);
+  const uint2 codes = __ldcg((const uint2*)((const u8*)base + row * HEAD_DIM + 8 * unit));
+  *(uint4*)target = unpack_unit(codes, __ldcg(scales + row * (HEAD_DIM / 32) + unit / 4));
 #else
   copy_async16(target, (const u16*)base + row * HEAD_DIM + 8 * unit, true);
 #endif

@@ -14,8 +14,11 @@ class CuBlas:
     """Create and use with the device current; the handle lives as long as the object."""
 
     def __init__(self, stream: int) -> None:
+        import cupy
         from cupy_backends.cuda.libs import cublas
 
+        # CuPy moves a handle to its current stream at every call; without this, products would run on the null stream.
+        self._stream = cupy.cuda.ExternalStream(stream)
         self._cublas = cublas
         self._handle = cublas.create()
         cublas.setStream(self._handle, stream)
@@ -36,27 +39,28 @@ class CuBlas:
         shape = (n, m, k). cuBLAS counts columns first, so that the product is written transposed."""
         n, m, k = shape
         alpha, beta = np.array([scale], np.float32), np.array([float(accumulate)], np.float32)
-        self._cublas.gemmEx(
-            self._handle,
-            _OP_T,
-            _OP_N,
-            m,
-            n,
-            k,
-            alpha.ctypes.data,
-            weights,
-            _R_16F,
-            weights_stride,
-            inputs,
-            _R_16F,
-            k,
-            beta.ctypes.data,
-            output,
-            _R_32F,
-            output_stride,
-            _COMPUTE_32F,
-            _DEFAULT_ALGORITHM,
-        )
+        with self._stream:
+            self._cublas.gemmEx(
+                self._handle,
+                _OP_T,
+                _OP_N,
+                m,
+                n,
+                k,
+                alpha.ctypes.data,
+                weights,
+                _R_16F,
+                weights_stride,
+                inputs,
+                _R_16F,
+                k,
+                beta.ctypes.data,
+                output,
+                _R_32F,
+                output_stride,
+                _COMPUTE_32F,
+                _DEFAULT_ALGORITHM,
+            )
 
     def close(self) -> None:
         self._cublas.destroy(self._handle)

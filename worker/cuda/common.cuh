@@ -214,6 +214,16 @@ INLINE void ring_wait(u64* barrier, u32 round) {
 #endif
 }
 
+// The first fills of all `n` barriers of the block are there, for every warp; each warp has filled its own.
+INLINE void ring_wait_all(u64* barriers, int n) {
+#if HAS_HOPPER
+  for (int i = 0; i < n; i++) ring_wait<0>(barriers + i, 0);
+#else
+  copy_async_wait<0>();
+  __syncthreads();
+#endif
+}
+
 // ---- tensor cores ----
 // c (16 x 8, f32) += a (16 x 16) b (16 x 8), halves. Lane = 4 * g + t holds a: rows g, g + 8, columns 2t, 2t + 1 and
 // 2t + 8, 2t + 9; b: rows 2t, 2t + 1 and + 8, column g; c: rows g and g + 8, columns 2t, 2t + 1.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from worker.cuda import attention, ops, router, sampler
-from worker.cuda.attention import Heads, KvPointers, Rope, Scores, StepPointers
+from worker.cuda.attention import FreshHeads, Heads, KvPointers, Rope, Scores, StepPointers
 from worker.cuda.blas import CuBlas
 from worker.cuda.device import Device
 from worker.cuda.driver import Launcher
@@ -58,6 +58,7 @@ class CudaKernels(KernelSet):
         self._products = Products(self.launcher, make_blas(device.stream), pdl)
         self._sampling: SamplingBuffers | None = None
         self._attention_scratch = self._router_scratch = 0
+        self._fresh: FreshHeads | None = None  # of the layer whose attention comes next
         self._rule = RouterRule(0)  # of the router whose mixture comes next
 
     def row_bytes(self, type_id: int, columns: int) -> int:
@@ -153,6 +154,9 @@ class CudaKernels(KernelSet):
         cache: KvLayerArrays,
     ) -> None:
         rope = Rope(q_norm, k_norm, frequencies, ints[3], ints[4], floats[0], floats[1])
+        if shape.is_decode:  # decode attention does it, which saves a launch
+            self._fresh = FreshHeads(rope, key.values, value.values)
+            return
         attention.rope_store(
             self.launcher,
             query.values,
@@ -218,11 +222,13 @@ class CudaKernels(KernelSet):
             plan,
             self._attention_scratch,
             forms,
+            fresh=self._fresh,
             pdl=self.pdl,
         )
 
     def glu(self, rows: int, gate: Rows, up: Rows, out: Rows, activation: int, shape: StepShape) -> None:
-        ops.glu(self.launcher, gate.values, up.values, rows, gate.width, activation, self._forms(rows, out))
+        forms = self._forms(rows, out)
+        ops.glu(self.launcher, gate.values, up.values, rows, gate.width, activation, forms, pdl=self.pdl)
 
     def router(
         self,

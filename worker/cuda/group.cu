@@ -42,17 +42,17 @@ KERNEL __launch_bounds__(1024) sort_slots(const int* __restrict__ ids, int* __re
 
 // output[token] (+)= sum over k of weights[token, k] * rows[position_of[token, k]], in the order of k; four columns a
 // thread, blockIdx.y the token.
-KERNEL combine(const float* __restrict__ rows, const int* __restrict__ position_of, const float* __restrict__ weights,
-               float* __restrict__ output, int n_used, int width, int accumulate) {
+KERNEL combine(const float* rows, const int* position_of, const float* weights, float* output, int n_used, int width,
+               int accumulate) {
   let_next_start();
   wait_for_inputs();
   int column = (blockIdx.x * blockDim.x + threadIdx.x) * 4, token = blockIdx.y;
   if (column >= width) return;
   float4* out = (float4*)(output + (u64)token * width + column);
-  float4 sum = accumulate ? *out : make_float4(0, 0, 0, 0);
+  float4 sum = accumulate ? load_fresh4((const float*)out) : make_float4(0, 0, 0, 0);
   for (int k = 0; k < n_used; k++) {
-    float weight = weights[token * n_used + k];
-    float4 v = load_fresh4(rows + (u64)position_of[token * n_used + k] * width + column);
+    float weight = __ldcg(weights + token * n_used + k);
+    float4 v = load_fresh4(rows + (u64)__ldcg(position_of + token * n_used + k) * width + column);
     sum.x += weight * v.x, sum.y += weight * v.y, sum.z += weight * v.z, sum.w += weight * v.w;
   }
   *out = sum;

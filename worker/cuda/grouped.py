@@ -54,7 +54,7 @@ def workspace(experts: Experts, n_tokens: int, base: int = 0) -> GroupedWorkspac
 def token_tile(experts: Experts, n_tokens: int) -> int:
     """About the mean number of tokens of an expert, with room for the uneven: most fit into one tile."""
     mean = n_tokens * experts.n_used / experts.gate.experts
-    return 16 if mean <= 10 else 32 if mean <= 26 else 64
+    return 16 if mean <= 8 else 32 if mean <= 20 else 64
 
 
 def max_tiles(experts: Experts, n_tokens: int) -> int:

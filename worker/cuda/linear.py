@@ -3,9 +3,9 @@
     linear(launcher, parts, source, n_tokens, ...)  y_j (+)= W_j x for up to three matrices of one input
     moe(launcher, experts, choice, source, ...)     y (+)= the mixture of experts, or, for few tokens, a dense network
 
-Up to GEMV_TOKENS tokens run on matrix-vector kernels with 8-bit activations (`source.codes`, or made in the kernel),
+Up to VECTOR_TOKENS tokens run on matrix-vector kernels with 8-bit activations (`source.codes`, or made in the kernel),
 up to CUBLAS_TOKENS on tensor cores with weights unpacked in the kernel, from there on dense matrices go through
-cuBLAS. Above GEMV_TOKENS the kernels read `source.values` (f32) and need `workspace`: a 256-byte aligned address with
+cuBLAS. Above VECTOR_TOKENS the kernels read `source.values` (f32) and need `workspace`: a 256-byte aligned address with
 `linear_workspace_bytes` or `moe_workspace_bytes` of memory, which nothing else uses while the product runs.
 """
 
@@ -28,18 +28,19 @@ from worker.cuda.prefill import (
     to_halves,
 )
 
-GEMV_TOKENS_AT_MOST = 2 * GEMV_TOKENS  # two launches of it still beat a tensor-core tile
+VECTOR_TOKENS = 2  # a third token costs dp4a kernels more than a tile of tensor cores
+MOE_VECTOR_TOKENS = 4  # here few tokens share an expert
 _ALIGNMENT_BYTES = 256
 
 
 def needs_codes(n_tokens: int) -> bool:
     """Whether a product of n_tokens tokens reads 8-bit codes, so that its producer should write them."""
-    return n_tokens <= GEMV_TOKENS_AT_MOST
+    return n_tokens <= VECTOR_TOKENS
 
 
 def linear_workspace_bytes(parts: Sequence[Part], n_tokens: int) -> int:
     """Scratch of `linear`: halves of the activations and of one matrix at a time."""
-    if n_tokens <= GEMV_TOKENS_AT_MOST:
+    if n_tokens <= VECTOR_TOKENS:
         return 0
     halves = _aligned(n_tokens * parts[0].matrix.cols * 2)
     if n_tokens < CUBLAS_TOKENS:
@@ -60,9 +61,9 @@ def linear(
     pdl: bool = True,
 ) -> None:
     """Enqueue output_j f32 [n_tokens, stride] (+)= W_j x. `norm` (weights and epsilon, applied to source.values in
-    the kernel) is for at most GEMV_TOKENS tokens."""
+    the kernel) is for at most VECTOR_TOKENS tokens."""
     tensor_cores = all(can_use_tensor_cores(part.matrix) for part in parts)
-    if n_tokens <= GEMV_TOKENS_AT_MOST or not tensor_cores:
+    if n_tokens <= VECTOR_TOKENS or not tensor_cores:
         _gemv_pieces(launcher, parts, source, n_tokens, norm, epilogue, pdl)
         return
     assert norm is None and source.values and workspace
@@ -108,7 +109,7 @@ def _gemv_pieces(
 
 def moe_workspace_bytes(experts: Experts, n_tokens: int) -> int:
     """Scratch of `moe`."""
-    if n_tokens <= GEMV_TOKENS:
+    if n_tokens <= MOE_VECTOR_TOKENS:
         return _aligned(hidden_bytes(experts, n_tokens))
     return grouped_workspace(experts, n_tokens).total_bytes
 
@@ -128,7 +129,7 @@ def moe(
 ) -> None:
     """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source`. `choice` may be a RouterRule, and `norm` be
     given, for one token only."""
-    if n_tokens <= GEMV_TOKENS:
+    if n_tokens <= MOE_VECTOR_TOKENS:
         moe_decode(
             launcher,
             experts,

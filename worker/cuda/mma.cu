@@ -6,6 +6,7 @@
 // Definitions: COLS, TYPE_0, TYPE_1, TOKEN_TILE (16, 32, 64, 128), BUFFERS (1 or 2), GLU. With GLU half of the 128 rows
 // are of gate and half of up, and the output is act(gate) * up in halves; ACTIVATION 0 silu, 1 gelu.
 #include "quant.cuh"
+#include "matrix_call.cuh"
 
 constexpr int THREADS = 256, ROW_TILE = 128, STEP = 128;
 constexpr int WARPS_M = TOKEN_TILE >= 64 ? 2 : 1, WARPS_N = 8 / WARPS_M;
@@ -15,26 +16,6 @@ constexpr int LINE_BYTES = STEP * 2;  // of a row of a tile in shared memory
 constexpr int A_BYTES = TOKEN_TILE * LINE_BYTES, B_BYTES = ROW_TILE * LINE_BYTES;
 // Scales are kept 64 times too large while they are halves: small ones would lose digits.
 constexpr float SCALE_UP = 64.f, SCALE_DOWN = 1.f / 64.f;
-
-struct Tile {
-  int expert, first, count, unused;  // first: position of its first token among the sorted ones
-};
-struct Call {
-  const u8* weights[2];
-  u64 expert_bytes[2];
-  const u16* input;       // halves [.][COLS], row input_rows[position] / input_divisor, or row position
-  const int* input_rows;  // or null
-  const Tile* tiles;      // or null: one matrix, tokens in order
-  void* output;           // f32 [position][output_stride]; halves with GLU
-  const float* bias;      // or null
-  int input_divisor;
-  int n_tokens;
-  int rows;  // of the matrix; with GLU of gate
-  int output_stride;
-  int accumulate;
-  float scale;
-  float softcap;
-};
 
 // 16-byte piece `chunk` of line `row`: pieces are permuted so that neither the unpacking threads nor the tile loads
 // meet in a bank.
@@ -131,7 +112,7 @@ INLINE void unpack(const Share& share, int step, u8* tile) {
 }
 
 // Activations of a step: 16 pieces a token; rows of the input are padded to whole pieces (COLS is a multiple of 8).
-INLINE void copy_activations(const Call& call, const int* sources, int step, u8* tile) {
+INLINE void copy_activations(const MatrixCall& call, const int* sources, int step, u8* tile) {
   constexpr int PIECES = TOKEN_TILE * 16;
 #pragma unroll
   for (int i = threadIdx.x; i < PIECES; i += THREADS) {
@@ -164,18 +145,7 @@ INLINE void multiply_step(Sums& sums, const u8* a_tile, const u8* b_tile) {
   }
 }
 
-#if GLU
-INLINE float activate(float x) {
-#if ACTIVATION == 0
-  return x / (1.f + __expf(-x));
-#else
-  return 0.5f * x * (1.f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
-#endif
-}
-INLINE u16 finite_half(float x) { return float_to_half(fminf(fmaxf(x, -65504.f), 65504.f)); }
-#endif
-
-INLINE void store(const Call& call, const Tile& tile, const Sums& sums) {
+INLINE void store(const MatrixCall& call, const Tile& tile, const Sums& sums) {
   const int lane = lane_id(), m0 = warp_id() / WARPS_N * (M_TILES * 16), n0 = warp_id() % WARPS_N * (N_TILES * 8);
 #pragma unroll
   for (int m = 0; m < M_TILES; m++)
@@ -183,37 +153,28 @@ INLINE void store(const Call& call, const Tile& tile, const Sums& sums) {
     for (int i = 0; i < 4; i++) {
       int token = m0 + m * 16 + (lane >> 2) + (i >> 1) * 8;
       if (token >= tile.count) continue;
-      u64 line = (u64)(tile.first + token) * call.output_stride;
 #pragma unroll
       for (int n = 0; n < N_TILES / (GLU ? 2 : 1); n++) {
         int row = tile_row(n0 + n * 8 + (lane & 3) * 2 + (i & 1)).row;
         if (row >= call.rows) continue;
         float y = sums[m][n][i] * SCALE_DOWN;
 #if GLU
-        ((u16*)call.output)[line + row] = finite_half(activate(y) * (sums[m][n + N_TILES / 2][i] * SCALE_DOWN));
+        store_gated(call, tile.first + token, row, y, sums[m][n + N_TILES / 2][i] * SCALE_DOWN);
 #else
-        if (call.scale != 0) y *= call.scale;
-        if (call.bias) y += call.bias[row];
-        if (call.softcap != 0) y = call.softcap * tanhf(y / call.softcap);
-        float* out = (float*)call.output + line + row;
-        *out = call.accumulate ? *out + y : y;
+        store_value(call, tile.first + token, row, y);
 #endif
       }
     }
 }
 
-KERNEL __launch_bounds__(THREADS) matrix_matrix(const __grid_constant__ Call call) {
+KERNEL __launch_bounds__(THREADS) matrix_matrix(const __grid_constant__ MatrixCall call) {
   DYNAMIC_SHARED(memory);  // BUFFERS of activations, then of weights
   __shared__ int sources[TOKEN_TILE];
   let_next_start();
   wait_for_inputs();
-  Tile tile = {0, (int)blockIdx.y * TOKEN_TILE, min(TOKEN_TILE, call.n_tokens - (int)blockIdx.y * TOKEN_TILE), 0};
-  if (call.tiles) tile = call.tiles[blockIdx.y];
+  Tile tile = tile_of(call, TOKEN_TILE);
   if (tile.count <= 0) return;
-  for (int i = threadIdx.x; i < TOKEN_TILE; i += THREADS) {
-    int position = tile.first + i;
-    sources[i] = i >= tile.count ? -1 : call.input_rows ? call.input_rows[position] / call.input_divisor : position;
-  }
+  find_sources(sources, call, tile, TOKEN_TILE, THREADS);
   TileRow own = tile_row(threadIdx.x >> 1);
   Share share;
   share.matrix = own.matrix;

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -95,7 +96,9 @@ class DeviceModel:
         check_fits(self.need, cap_bytes, device)
         free_before = device.free_bytes()
         self.memory = DeviceMemory(device, cap_bytes)
+        started = time.monotonic()
         weights = load_weights(file, oplist, self.kernels, self.memory, readers, progress)
+        self.upload_s = time.monotonic() - started
         self.cache = DeviceKvCache(self.memory, oplist.kv_layers, kv_type, n_pages)
         self.buffers = allocate_buffers(oplist, self.memory, limits.max_tokens, limits.max_outputs)
         self.decode_inputs = StepInputs(self.memory, limits.decode_inputs)
@@ -119,8 +122,8 @@ class DeviceModel:
         used = free_before - self.device.free_bytes()
         predicted = self.need.weights + self.need.kv + self.need.workspace
         logger.info(
-            "gpu%d (%s): predicted %.0f MiB of weights, cache and workspace, took %.0f MiB",
-            *(self.device.ordinal, self.device.name, predicted / MIB, used / MIB),
+            "gpu%d (%s): predicted %.0f MiB of weights, cache and workspace, took %.0f MiB; uploaded in %.2f s",
+            *(self.device.ordinal, self.device.name, predicted / MIB, used / MIB, self.upload_s),
         )
 
     def memory_bytes(self) -> dict[str, int]:

@@ -57,19 +57,3 @@ INLINE void store_four(const Outputs& out, u64 first, float4 v, int valid) {
     out.sums[first / 32] = scale * (float)sum;
   }
 }
-
-// One value per lane at flat index `index`; the 32 lanes of a warp hold a group.
-INLINE void store_one(const Outputs& out, u64 index, float value) {
-  if (out.values) out.values[index] = value;
-  if (out.halves) out.halves[index] = clamped_half(value);
-  if (!out.codes) return;
-  const float largest = group_max<32>(fabsf(value));
-  const float scale = largest / 127.0f, inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-  const int code = __float2int_rn(value * inverse);
-  const int sum = group_sum<32>(code);
-  out.codes[index] = (signed char)code;
-  if (index % 32 == 0) {
-    out.scales[index / 32] = scale;
-    out.sums[index / 32] = scale * (float)sum;
-  }
-}

@@ -1,7 +1,7 @@
-"""Dense matrices times many tokens: tensor-core kernel with weights unpacked inside, or halves and cuBLAS.
+"""Dense matrices times more than a few tokens: tensor-core kernels with weights unpacked inside, or halves and cuBLAS.
 
-Both take halves of the activations, both sum in f32. cuBLAS is faster where the cost of unpacking the whole matrix
-first is shared by many tokens.
+All take halves of the activations, all sum in f32. few.cu runs as fast as weights arrive, mma.cu shares the unpacking
+among more tokens, cuBLAS is faster where unpacking the whole matrix first is shared by many.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int, c_uint64
 from typing import Protocol
+
+import msgspec
 
 from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix, is_float
@@ -37,7 +39,7 @@ class Blas(Protocol):
 
 
 class MatrixMatrixStruct(ctypes.Structure):
-    """`Call` of mma.cu."""
+    """`MatrixCall` of matrix_call.cuh."""
 
     _fields_ = [
         ("weights", c_uint64 * 2),
@@ -72,6 +74,71 @@ def weights_to_halves(launcher: Launcher, matrix: GpuMatrix, halves: int) -> Non
     launcher.launch(function, -(-n_threads // 256), 256, 0, args, True)
 
 
+FEW_TOKENS = 32  # most that a launch of few.cu takes of one matrix
+
+
+class FewTiling(msgspec.Struct, frozen=True):
+    """How few.cu is cut: groups of 8 rows and warps of a block."""
+
+    row_groups: int
+    warps: int
+    shared_bytes: int
+
+
+def few_tiling(
+    launcher: Launcher, first: GpuMatrix, second: GpuMatrix, token_tile: int, n_tiles: int, is_gated: bool
+) -> FewTiling | None:
+    """As many rows as fit twice into shared memory and still give every multiprocessor a block: the more rows, the
+    less often activations are read. None when not even eight rows fit, or columns are not in whole eights."""
+    if first.cols % 8:
+        return None
+    stride = max(first.row_bytes, second.row_bytes) + 16
+    warps = 8 if first.cols >= 24 * 64 else 4
+    budget = launcher.shared_bytes - 2048
+    choices = [
+        (groups, max(8 * groups * stride, warps * (token_tile // 16) * groups * 512))
+        for groups in ((4, 2) if is_gated else (4, 2, 1))
+    ]
+    fitting = [(groups, shared) for groups, shared in choices if shared <= budget]
+    rows_made = first.rows * (2 if is_gated else 1)
+    for groups, shared in fitting:
+        if 2 * shared <= budget and -(-rows_made // (8 * groups)) * n_tiles >= launcher.sm_count:
+            return FewTiling(groups, warps, shared)
+    if not fitting:
+        return None
+    groups, shared = fitting[0] if 2 * fitting[-1][1] > budget else fitting[-1]
+    return FewTiling(groups, warps, shared)
+
+
+def launch_few(
+    launcher: Launcher,
+    first: GpuMatrix,
+    second: GpuMatrix,
+    call: MatrixMatrixStruct,
+    tiling: FewTiling,
+    *,
+    token_tile: int,
+    n_tiles: int,
+    activation: int | None = None,
+) -> None:
+    """Enqueue few.cu; arguments as for `launch_matrix_matrix`."""
+    defines = {
+        "COLS": first.cols,
+        "TYPE_0": first.type_id,
+        "TYPE_1": second.type_id,
+        "TOKEN_TILE": token_tile,
+        "N_TILES": tiling.row_groups,
+        "WARPS": tiling.warps,
+        "MIXTURE": int(call.tiles != 0),
+        "GLU": int(activation is not None),
+        "ACTIVATION": activation or 0,
+    }
+    function = launcher.function("few.cu", "few_tokens", defines)
+    rows_of_block = tiling.row_groups * (8 if activation is None else 4)
+    grid = (-(-first.rows // rows_of_block), n_tiles)
+    launcher.launch(function, grid, tiling.warps * 32, tiling.shared_bytes, (call,), True)
+
+
 def buffers_for(launcher: Launcher, token_tile: int) -> int:
     """Two buffers where shared memory allows, so that copies run beside the products."""
     return 2 if 2 * (token_tile + _ROW_TILE) * _LINE_BYTES + 2048 <= launcher.shared_bytes else 1
@@ -87,7 +154,21 @@ def launch_matrix_matrix(
     n_tiles: int,
     activation: int | None = None,
 ) -> None:
-    """Enqueue mma.cu; with `activation` first is gate and second up, and the output is in halves."""
+    """Enqueue few.cu or mma.cu; with `activation` first is gate and second up, and the output is in halves."""
+    if token_tile <= FEW_TOKENS:
+        tiling = few_tiling(launcher, first, second, token_tile, n_tiles, activation is not None)
+        if tiling is not None:
+            launch_few(
+                launcher,
+                first,
+                second,
+                call,
+                tiling,
+                token_tile=token_tile,
+                n_tiles=n_tiles,
+                activation=activation,
+            )
+            return
     buffers = buffers_for(launcher, token_tile)
     defines = {
         "COLS": first.cols,

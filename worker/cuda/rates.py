@@ -25,23 +25,26 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 def time_graph(
-    stream: Any, work: Callable[[], None], calls_in_work: int = 1, repeats: int = 9, warm_s: float = 0.03
+    stream: Any,
+    work: Callable[[], None],
+    calls_in_work: int = 1,
+    repeats: int = 9,
+    warm_s: float = 0.03,
+    capture: bool = True,
 ) -> Timing:
-    """Capture `work` (which enqueues on `stream`, a cupy Stream, not the null stream) and time its replay."""
+    """Capture `work` (which enqueues on `stream`, a cupy Stream, not the null stream) and time its replay; without
+    `capture` (CuPy refuses to capture cuBLAS) time the work as it is enqueued."""
     import cupy
 
     work()  # compiles and loads what is needed, which a capture can not
     stream.synchronize()
-    with stream:
-        stream.begin_capture()
-        work()
-        graph = stream.end_capture()
+    run = _captured(stream, work) if capture else work
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()
     times: list[float] = []
     spent_s = 0.0
     while spent_s < warm_s or len(times) < repeats:
         begin.record(stream)
-        graph.launch(stream)
+        run()
         end.record(stream)
         end.synchronize()
         seconds = cupy.cuda.get_elapsed_time(begin, end) / 1e3
@@ -49,6 +52,14 @@ def time_graph(
             times.append(seconds / calls_in_work)
         spent_s += seconds
     return Timing(statistics.median(times), min(times), max(times), len(times))
+
+
+def _captured(stream: Any, work: Callable[[], None]) -> Callable[[], None]:
+    with stream:
+        stream.begin_capture()
+        work()
+        graph = stream.end_capture()
+    return lambda: graph.launch(stream)
 
 
 def read_rate(launcher: Launcher, stream: Any, memory: int, n_bytes: int) -> float:

@@ -59,8 +59,10 @@ def _attention_variants() -> Iterator[Variant]:
         for is_q8 in (0, 1) if head_dim % 32 == 0 else (0,):
             cache = {"HEAD_DIM": head_dim, "KV_Q8": is_q8}
             yield "rope.cu", cache
-            yield "attention_decode.cu", {**cache, "HEADS": 2 - is_q8, "WARPS": 8}
-            yield "attention_decode_long.cu", {**cache, "HEADS": 8, "WARPS": 4, "STAGES": 2 - is_q8}
+            for fused in (0, 1):
+                cut = {**cache, "FUSED": fused}
+                yield "attention_decode.cu", {**cut, "HEADS": 2 - is_q8, "WARPS": 8}
+                yield "attention_decode_long.cu", {**cut, "HEADS": 8, "WARPS": 4, "STAGES": 2 - is_q8}
             tile = {"TILE_ROWS": 64 if head_dim > 128 else 128, "STAGES": 2 - is_q8}
             yield "attention_prefill.cu", {**cache, **tile}
 
@@ -68,8 +70,12 @@ def _attention_variants() -> Iterator[Variant]:
 def _prefill_variants() -> Iterator[Variant]:
     shape = {"COLS": 512, "ACTIVATION": 0}
     for kind in (*_FLOATS, *_QUANTISED):
-        yield "mma.cu", {**shape, "TYPE_0": kind, "TYPE_1": kind, "TOKEN_TILE": 16, "BUFFERS": 1, "GLU": 0}
-    for tile, buffers in ((32, 2), (64, 1), (64, 2)):
+        yield "mma.cu", {**shape, "TYPE_0": kind, "TYPE_1": kind, "TOKEN_TILE": 64, "BUFFERS": 1, "GLU": 0}
+        few = {**shape, "TYPE_0": kind, "TYPE_1": kind, "TOKEN_TILE": 16, "N_TILES": 2, "WARPS": 8}
+        yield "few.cu", {**few, "GLU": 0, "MIXTURE": 0}
+    gated = {"TYPE_0": 12, "TYPE_1": 14, "TOKEN_TILE": 32, "N_TILES": 4, "WARPS": 4, "GLU": 1, "MIXTURE": 1}
+    yield "few.cu", {**shape, **gated}
+    for tile, buffers in ((64, 1), (64, 2)):
         common = {"TOKEN_TILE": tile, "BUFFERS": buffers, "TYPE_0": 12, "TYPE_1": 12}
         yield "mma.cu", {**shape, **common, "GLU": 1}
     yield "mma.cu", {**shape, "TYPE_0": 14, "TYPE_1": 14, "TOKEN_TILE": 64, "BUFFERS": 2, "GLU": 0}

@@ -163,6 +163,7 @@ inline void ring_copy(void* target, const void* source, u32 bytes, u64*) {
 inline void ring_commit() {}
 template <int PENDING>
 void ring_wait(u64*, u32) { __syncwarp(); }
+inline void ring_wait_all(u64*, int) { __syncthreads(); }
 inline void copy_async16(void* target, const void* source, bool valid) {
   if (valid) std::memcpy(target, source, 16);
   else std::memset(target, 0, 16);

@@ -1,0 +1,147 @@
+"""Placements on GPUs: what fits where, what a cap does, what is predicted; without any GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from planner.gpu import DeviceUse, cap_bytes, device_need, fill, gpu_candidates
+from planner.inspect import read_card
+from planner.pool import EnginePool
+from planner.search import search
+from plans import show
+from plans.placement import GPU_ONLY
+from plans.plan import Limits, RequestMix, Workload
+from tests.cuda.emulated_model import ShapesOnlyLauncher
+from tests.cuda.executors import placement as tiny_placement
+from tests.cuda.executors import synthetic_model
+from tests.cuda.host_device import HostDevice
+from tests.planner.fakes import EngineFarm, card, gpu, gpu_machine, machine
+from worker.cuda.cuda_kernels import CudaKernels
+from worker.cuda.model import predict
+from worker.model.describe import describe_file
+from worker.model.gguf import open_model
+from worker.ops.lower import lower
+from worker.runtime.load import page_bytes, page_count
+from worker.runtime.load_gpu import step_limits
+
+MIB = 1 << 20
+
+
+def workload(context: int = 4096, concurrency: int = 1) -> Workload:
+    return Workload(context, concurrency, ("f16",), RequestMix(512, 128))
+
+
+def test_a_model_that_fits_goes_to_the_gpu_whole() -> None:
+    found = search(card(), gpu_machine(gpu()), workload(), Limits(), ("native",))
+    best = found.finalists[0]
+    assert best.placement.assignments == GPU_ONLY
+    assert best.label.startswith("native gpu0 u")
+    assert best.gpu_memory[0].total_bytes <= 16_384 * MIB
+    assert best.placement.gpu_memory_mib == (16_384 - 512,)
+    assert best.memory.weights_bytes == 0, "nothing stays in RAM"
+    assert found.considered == len(found.finalists) + sum(row.count for row in found.rejected)
+
+
+def test_a_cap_splits_by_layer_and_is_kept() -> None:
+    cap_mib = 880
+    limits = Limits(gpu_memory_mib=cap_mib)
+    found = search(card(), gpu_machine(gpu()), workload(), limits, ("native",))
+    split = next(item for item in found.finalists if item.placement.gpu_ordinals)
+    placement = split.placement
+    on_gpu = [item.units for item in placement.assignments if item.device == "gpu0"]
+    assert on_gpu[-1] == "head" and "embedding" not in on_gpu
+    assert 0 < len(on_gpu) - 1 < 16
+    assert f"gpu0 {len(on_gpu) - 1} layers + cpu" in split.label
+    assert split.gpu_memory[0].total_bytes <= cap_mib * MIB
+    assert placement.gpu_memory_mib == (cap_mib,)
+    assert split.memory.weights_bytes > 0 and split.memory.kv_bytes > 0
+    first = int(on_gpu[0].split(".")[1])
+    larger = DeviceUse(0, first - 1, 16, False, True)
+    need = device_need(card(), larger, "f16", 4096, 1, placement.ubatch_tokens)
+    assert need.total_bytes > cap_mib * MIB, "one layer more would not have fitted"
+
+
+def test_more_layers_are_predicted_faster() -> None:
+    def predicted(cap_mib: int) -> float:
+        limits = Limits(gpu_memory_mib=cap_mib, threads=3)
+        found = search(card(), gpu_machine(gpu()), workload(), limits, ("native",), 8)
+        seconds = [
+            item.prediction.request_s
+            for item in found.finalists
+            if item.placement.gpu_ordinals and item.prediction
+        ]
+        return min(seconds)
+
+    assert predicted(2_000) < predicted(900) < predicted(880)
+
+
+def test_a_cap_that_holds_nothing_leaves_the_cpu() -> None:
+    found = search(card(), gpu_machine(gpu()), workload(), Limits(gpu_memory_mib=300), ("native",))
+    assert not any(item.placement.gpu_ordinals for item in found.finalists)
+
+
+def test_no_gpu_report_no_gpu_candidates() -> None:
+    assert not list(gpu_candidates(card(), machine(), workload(), Limits()))
+
+
+def test_two_gpus_share_what_one_can_not_hold() -> None:
+    caps = [(0, 880 * MIB), (1, 1000 * MIB)]
+    first, second = fill(card(), caps, "f16", 4096, 1, 512)
+    assert (first.ordinal, second.ordinal) == (1, 0)
+    assert second.end == 16 and first.end == second.first and second.has_head and not first.has_head
+
+
+def test_the_cap_is_what_is_free_less_a_margin_or_the_flag() -> None:
+    assert cap_bytes(gpu(free_mib=10_000), Limits()) == (10_000 - 512) * MIB
+    assert cap_bytes(gpu(free_mib=10_000), Limits(gpu_memory_mib=4_000)) == 4_000 * MIB
+    assert cap_bytes(gpu(free_mib=2_000), Limits(gpu_memory_mib=4_000)) == (2_000 - 512) * MIB
+
+
+@pytest.mark.parametrize("shape", ["tiny-dense", "tiny-moe"])
+@pytest.mark.parametrize(("ubatch", "sequences"), [(512, 1), (2048, 4), (4096, 20)])
+def test_the_planner_predicts_what_the_worker_takes(
+    tmp_path: Path, shape: str, ubatch: int, sequences: int
+) -> None:
+    """Never less than the worker's own prediction, which it compares with what it took, and not much more."""
+    path = synthetic_model(tmp_path, shape)
+    place = tiny_placement(
+        context_length_tokens=2048, max_sequences=sequences, ubatch_tokens=ubatch, kv_budget_bytes=1 << 40
+    )
+    oplist = lower(describe_file(open_model(path)).units)
+    kernels = CudaKernels(HostDevice(), ShapesOnlyLauncher(), make_blas=lambda _: object())  # type: ignore
+    n_pages = page_count(place, page_bytes(oplist, "f16"))
+    exact = predict(oplist, kernels, step_limits(place, max(sequences, 16)), "f16", n_pages)
+    whole = DeviceUse(0, 0, 4, True, True)
+    planned = device_need(read_card(path), whole, "f16", 2048, sequences, ubatch)
+    assert planned.weights_bytes >= exact.weights
+    assert planned.kv_bytes >= exact.kv
+    assert planned.total_bytes >= exact.total
+    assert planned.total_bytes < 1.3 * exact.total + 64 * MIB
+
+
+def test_engines_that_do_not_fit_together_take_turns() -> None:
+    farm = EngineFarm(lambda _: (100.0, 10.0))
+    found = search(card(), gpu_machine(gpu(free_mib=2_200)), workload(), Limits(), ("native",), 8)
+    on_gpu = [item for item in found.finalists if item.placement.gpu_ordinals]
+    need = on_gpu[0].gpu_memory[0].total_bytes
+    other = msgspec.structs.replace(on_gpu[0], label="another")
+
+    async def run(limit: int) -> int:
+        pool = EnginePool(farm.factory, 64 << 30, (limit,))
+        await pool.get(on_gpu[0])
+        await pool.get(other)
+        running = len(pool._running)
+        await pool.close()
+        return running
+
+    assert asyncio.run(run(2 * need)) == 2
+    assert asyncio.run(run(2 * need - 1)) == 1
+
+
+def test_reports_show_their_gpus() -> None:
+    text = show.report_text(gpu_machine(gpu()))
+    assert "gpu0  Fake GPU, driver 999.1" in text and "600.0 GB/s" in text

@@ -1,0 +1,132 @@
+// What both forms of decode attention share: the call, what a block is to do, the heads it prepares, and the end.
+// -DFUSED: queries and keys come as the projections left them; norms, rotation and the write into the cache happen here.
+#pragma once
+#include "attention.cuh"
+#include "rope.cuh"
+
+#ifndef HEADS
+#define HEADS 2
+#endif
+#ifndef WARPS
+#define WARPS 4
+#endif
+#ifndef FUSED
+#define FUSED 0
+#endif
+
+struct DecodeCall {  // _DecodeCall in attention.py
+  const float* query;  // f32 [row][head][HEAD_DIM]
+  void* keys;
+  void* values;
+  u16* key_scales;
+  u16* value_scales;
+  const int* positions;
+  const int* sequence_of_token;
+  const int* page_tables;
+  float* partials;
+  u32* counters;
+  Outputs out;
+  Rope rope;
+  int n_heads, n_kv_heads, max_pages, window;
+  float scale, cap;
+};
+
+// Positions, sequences and page tables were written before the first kernel of the graph, and all pages but that of
+// the row's own position by earlier graphs: a block reads them before it waits for the kernel in front.
+struct DecodeBlock {
+  int row, position, kv_head, first_head, n_here;
+  Visible visible;
+  Cache cache;
+
+  INLINE explicit DecodeBlock(const DecodeCall& call)
+      : row(blockIdx.z),
+        position(call.positions[blockIdx.z]),
+        visible(position, call.window, blockIdx.x, gridDim.x) {
+    const int group = call.n_heads / call.n_kv_heads, head_blocks = (group + HEADS - 1) / HEADS;
+    const int first_in_group = blockIdx.y % head_blocks * HEADS;
+    kv_head = blockIdx.y / head_blocks;
+    first_head = kv_head * group + first_in_group;
+    n_here = min(HEADS, group - first_in_group);
+    cache = {call.keys, call.values, call.key_scales, call.value_scales,
+             call.page_tables + (u64)call.sequence_of_token[row] * call.max_pages, call.n_kv_heads, kv_head};
+  }
+  INLINE int own_page() const { return position / kPageTokens; }  // the one that this step writes to
+  INLINE bool has_own_page() const { return visible.first_page <= own_page() && own_page() < visible.last_page; }
+};
+
+// The queries of a block, ready for products with keys.
+struct Queries {
+#if FUSED
+  float heads[HEADS][HEAD_DIM];
+#endif
+  const float* global;
+
+  INLINE const float* head(int index) const {
+#if FUSED
+    return heads[index];
+#else
+    return global + index * HEAD_DIM;
+#endif
+  }
+};
+
+// Waits for the kernel in front; after this, queries and the cache are complete for this block. Blocks that share the
+// row's own page all write the same bytes to it, so that none waits for another.
+INLINE void prepare(const DecodeCall& call, const DecodeBlock& block, Queries& queries) {
+  wait_for_inputs();
+  const float* first = call.query + ((u64)block.row * call.n_heads + block.first_head) * HEAD_DIM;
+#if FUSED
+  __shared__ float fresh[2][HEAD_DIM];
+  const int n_tasks = block.n_here + (block.has_own_page() ? 2 : 0);
+  for (int task = threadIdx.x / 32; task < n_tasks; task += WARPS) {
+    if (task < block.n_here) {
+      prepare_head(first + task * HEAD_DIM, call.rope.q_norm, block.position, call.rope, true, queries.heads[task]);
+      continue;
+    }
+    const bool is_key = task == block.n_here;
+    const u64 at = ((u64)block.row * call.n_kv_heads + block.kv_head) * HEAD_DIM;
+    float* head = fresh[is_key];
+    prepare_head((is_key ? call.rope.key : call.rope.value) + at, is_key ? call.rope.k_norm : 0, block.position,
+                 call.rope, is_key, head);
+    store_head(head, is_key ? call.keys : call.values, is_key ? call.key_scales : call.value_scales,
+               block.cache.row(block.position));
+  }
+#else
+  queries.global = first;
+#endif
+  __syncthreads();
+}
+
+// Sums and masses of the block's warps in shared memory: sums [WARPS][HEADS][Stride], masses [WARPS][HEADS].
+template <int Stride>
+struct WarpSums {
+  float* sums;
+  float2* masses;
+
+  INLINE float* of(int warp, int head) const { return sums + (warp * HEADS + head) * Stride; }
+  INLINE float2& mass(int warp, int head) const { return masses[warp * HEADS + head]; }
+};
+
+// Merges the warps, leaves the block's share for the merge of the splits, and does that where it is the last block.
+template <int Stride>
+INLINE void finish(const DecodeCall& call, const DecodeBlock& block, const WarpSums<Stride>& warps) {
+  const Partials partials(call.partials, gridDim.z, call.n_heads, gridDim.x);
+  for (int index = threadIdx.x; index < block.n_here * HEAD_DIM; index += 32 * WARPS) {
+    const int head = index / HEAD_DIM, dim = index % HEAD_DIM;
+    float largest = kNoScore, mass = 0.0f, sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, warps.mass(warp, head).x);
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+      const float2 own = warps.mass(warp, head);
+      const float fade = exp2f(own.x - largest);
+      mass += fade * own.y;
+      sum += fade * warps.of(warp, head)[dim];
+    }
+    const u64 at = partials.index(block.row, block.first_head + head, blockIdx.x);
+    partials.sums[at * HEAD_DIM + dim] = sum;
+    if (dim == 0) partials.masses[at] = make_float2(largest, mass);
+  }
+  if (!is_last_block(call.counters + block.row * gridDim.y + blockIdx.y, gridDim.x)) return;
+  merge_splits<HEADS, 32 * WARPS>(partials, block.row, block.first_head, block.n_here, call.out);
+}

@@ -1,0 +1,140 @@
+// y = W x for 2 to 32 tokens on tensor cores, at the speed at which weights arrive: a block brings all of its few rows
+// into shared memory at once (before the inputs are there, if it knows which), its warps split the columns, unpack
+// their part straight into operands and add up at the end.
+//
+// Definitions: COLS (a multiple of 8), TYPE_0, TYPE_1, TOKEN_TILE (16 or 32), N_TILES (groups of 8 rows of a block),
+// WARPS, MIXTURE (tiles of sorted tokens are read: weights are known only after the wait), GLU: the first half of the
+// rows is of gate, the second of up, the output act(gate) * up in halves; ACTIVATION 0 silu, 1 gelu.
+#include "quant_mma.cuh"
+#include "matrix_call.cuh"
+
+constexpr int THREADS = WARPS * 32, ROWS = 8 * N_TILES, M_TILES = TOKEN_TILE / 16;
+constexpr int OWN_ROWS = GLU ? ROWS / 2 : ROWS;  // rows of the output that a block makes
+constexpr int N_UNITS = (COLS + 63) / 64;
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+// 16 bytes more than a row, so that the eight rows of a group lie in different banks
+constexpr int STRIDE = larger(Format<TYPE_0>::row_bytes(COLS), Format<TYPE_1>::row_bytes(COLS)) + 16;
+
+INLINE void bring_rows(const MatrixCall& call, int expert, u8* rows, u64* barrier) {
+  u32 bytes = 0;
+#pragma unroll 1
+  for (int pass = 0; pass < 2; pass++) {
+    if (pass == 1) ring_expect(barrier, bytes);
+    for (int r = warp_id(); r < ROWS; r += WARPS) {
+      int matrix = GLU ? r / OWN_ROWS : 0, row = blockIdx.x * OWN_ROWS + (GLU ? r % OWN_ROWS : r);
+      if (row >= call.rows) continue;
+      u32 row_bytes = matrix == 0 ? Format<TYPE_0>::row_bytes(COLS) : Format<TYPE_1>::row_bytes(COLS);
+      bytes += row_bytes;
+      if (pass == 0) continue;
+      const u8* weights = (matrix == 0 ? call.weights[0] : call.weights[1]) +
+                          expert * (matrix == 0 ? call.expert_bytes[0] : call.expert_bytes[1]);
+      ring_copy(rows + r * STRIDE, weights + (u64)row * row_bytes, row_bytes, barrier);
+    }
+  }
+  ring_commit();
+}
+
+// The activations of a unit for one lane: of tokens g and g + 8 of each group of 16, the columns of its fragments.
+struct Inputs {
+  uint4 words[M_TILES][2][2];  // [group][token g or g + 8][first or last eight columns]
+};
+INLINE void read_inputs(Inputs& x, const MatrixCall& call, const int* sources, int unit) {
+  const int g = lane_id() >> 2, t = lane_id() & 3;
+#pragma unroll
+  for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+    for (int upper = 0; upper < 2; upper++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        int source = sources[m * 16 + upper * 8 + g], column = unit * 64 + half * 32 + t * 8;
+        bool inside = source >= 0 && unit < N_UNITS && column < COLS;
+        x.words[m][upper][half] =
+            inside ? __ldcg((const uint4*)(call.input + (u64)source * COLS + column)) : make_uint4(0, 0, 0, 0);
+      }
+}
+
+typedef float Sums[M_TILES][N_TILES][4];
+
+template <int TYPE>
+INLINE void multiply_tile(Sums& sums, int n, const u8* rows, int unit, const Inputs& x) {
+  u32 b[4][2];
+  lane_fragments<TYPE, COLS>(b, rows + (n * 8 + (lane_id() >> 2)) * STRIDE, N_UNITS, unit, lane_id() & 3);
+#pragma unroll
+  for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      const uint4 low = x.words[m][0][s >> 1], high = x.words[m][1][s >> 1];
+      if (s & 1) mma_f16(sums[m][n], low.z, high.z, low.w, high.w, b[s][0], b[s][1]);
+      else mma_f16(sums[m][n], low.x, high.x, low.y, high.y, b[s][0], b[s][1]);
+    }
+}
+
+INLINE void multiply_unit(Sums& sums, const u8* rows, int unit, const Inputs& x) {
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++) {
+    if (GLU && n >= N_TILES / 2) multiply_tile<TYPE_1>(sums, n, rows, unit, x);
+    else multiply_tile<TYPE_0>(sums, n, rows, unit, x);
+  }
+}
+
+// Sum over the warps of what lane `lane` has in register `i` of tile (m, n).
+INLINE float total(const float* parts, int m, int n, int i, int lane) {
+  float sum = 0;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) sum += parts[((w * M_TILES + m) * N_TILES + n) * 128 + i * 32 + lane];
+  return sum;
+}
+
+// One thread an output; neighbouring threads have neighbouring rows.
+INLINE void finish(const MatrixCall& call, const Tile& tile, const float* parts) {
+  for (int o = threadIdx.x; o < TOKEN_TILE * OWN_ROWS; o += THREADS) {
+    int token = o / OWN_ROWS, own = o % OWN_ROWS, row = blockIdx.x * OWN_ROWS + own;
+    if (token >= tile.count || row >= call.rows) continue;
+    int m = token / 16, n = own / 8, i = (token % 16 / 8) * 2 + (own & 1), lane = token % 8 * 4 + own % 8 / 2;
+    float y = total(parts, m, n, i, lane) * (1.f / scale_up<TYPE_0>());
+#if GLU
+    float up = total(parts, m, n + N_TILES / 2, i, lane) * (1.f / scale_up<TYPE_1>());
+    store_gated(call, tile.first + token, row, y, up);
+#else
+    store_value(call, tile.first + token, row, y);
+#endif
+  }
+}
+
+KERNEL __launch_bounds__(THREADS) few_tokens(const __grid_constant__ MatrixCall call) {
+  DYNAMIC_SHARED(rows);  // the weights; at the end the sums of the warps
+  __shared__ u64 barriers[WARPS];
+  __shared__ int sources[TOKEN_TILE];
+  ring_init(barriers + warp_id(), 1);
+  __syncthreads();
+  let_next_start();
+  if (MIXTURE) wait_for_inputs();
+  Tile tile = tile_of(call, TOKEN_TILE);
+  if (tile.count <= 0) return;
+  bring_rows(call, tile.expert, rows, barriers + warp_id());
+  if (!MIXTURE) wait_for_inputs();
+  find_sources(sources, call, tile, TOKEN_TILE, THREADS);
+  __syncthreads();
+  Inputs x;
+  read_inputs(x, call, sources, warp_id());
+  ring_wait_all(barriers, WARPS);
+  Sums sums = {};
+#pragma unroll 1
+  for (int unit = warp_id(); unit < N_UNITS; unit += WARPS) {
+    Inputs next;
+    read_inputs(next, call, sources, unit + WARPS);
+    multiply_unit(sums, rows, unit, x);
+    x = next;
+  }
+  __syncthreads();
+  float* parts = (float*)rows;
+#pragma unroll
+  for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        parts[((warp_id() * M_TILES + m) * N_TILES + n) * 128 + i * 32 + lane_id()] = sums[m][n][i];
+  __syncthreads();
+  finish(call, tile, parts);
+}
