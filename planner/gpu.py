@@ -190,13 +190,18 @@ class GpuCandidate(msgspec.Struct, frozen=True):
         return sum(use.end - use.first for use in self.uses)
 
 
+ENGINES = ("native", "llama-server")
+"""Engines whose placements on GPUs are known how to be asked for."""
+
+
 def gpu_candidates(
-    card: ModelCard, report: MachineReport, workload: Workload, limits: Limits
+    card: ModelCard, report: MachineReport, workload: Workload, limits: Limits, engine: str
 ) -> Iterator[GpuCandidate]:
     """For each KV type and step size, as many layers on the GPUs as may be; CPU threads vary where some stay there."""
-    if not report.gpus or not card.units:
+    if not report.gpus or not card.units or engine not in ENGINES:
         return
-    caps = [(gpu.ordinal, cap_bytes(gpu, limits)) for gpu in report.gpus]
+    usable = report.gpus if engine == "native" else report.gpus[:1]
+    caps = [(gpu.ordinal, cap_bytes(gpu, limits)) for gpu in usable]
     context, n_layers = workload.context_length_tokens, card.n_layers or 0
     for kv_type, ubatch in product(workload.kv_types, ubatches(workload, limits)):
         uses = fill(card, caps, kv_type, context, workload.concurrency, ubatch)
@@ -207,7 +212,7 @@ def gpu_candidates(
         for threads in (
             (1,) if is_whole else sorted({limits.threads or cores, limits.threads or max(1, cores // 2)})
         ):
-            placement = _placement(card, report, workload, limits, uses, kv_type, ubatch, threads)
+            placement = _placement(card, report, workload, limits, engine, uses, kv_type, ubatch, threads)
             needs = tuple(
                 device_need(card, use, kv_type, context, workload.concurrency, ubatch) for use in uses
             )
@@ -228,6 +233,7 @@ def _placement(
     report: MachineReport,
     workload: Workload,
     limits: Limits,
+    engine: str,
     uses: tuple[DeviceUse, ...],
     kv_type: KvType,
     ubatch: int,
@@ -239,7 +245,7 @@ def _placement(
         if gpu.ordinal <= highest:
             caps[gpu.ordinal] = cap_bytes(gpu, limits) // MIB
     return Placement(
-        engine="native",
+        engine=engine,
         assignments=assignments_of(uses, card.n_layers or 0),
         context_length_tokens=context,
         max_sequences=workload.concurrency,
@@ -276,7 +282,11 @@ def _host_need(
 def predict_gpu(
     card: ModelCard, candidate: GpuCandidate, report: MachineReport, mix: RequestMix
 ) -> Prediction | None:
-    """Seconds on the devices, plus those of the CPU's layers, plus the hand-overs. None where a rate is missing."""
+    """Seconds on the devices, plus those of the CPU's layers, plus the hand-overs. None where a rate is missing, and
+    for engines whose kernels were not probed.
+    """
+    if candidate.placement.engine != "native":
+        return None
     middle = mix.prompt_tokens + mix.output_tokens // 2
     decode_s = prefill_s = 0.0
     for use in candidate.uses:

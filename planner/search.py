@@ -17,7 +17,6 @@ from planner.cost import Prediction, predict, work_of
 from planner.gpu import gpu_candidates, predict_gpu
 from planner.memory import host_limit_bytes, kv_bytes, predict_memory, shortage
 from plans.card import ModelCard
-from plans.key import NATIVE
 from plans.machine import Host, MachineReport
 from plans.placement import CPU_ONLY, KvType, LoadMode, Placement
 from plans.plan import Limits, MemoryNeed, Rejected, RequestMix, Workload
@@ -352,10 +351,10 @@ def _fitting_on_gpus(
     engines: tuple[str, ...],
     ledger: _Ledger,
 ) -> tuple[list[Candidate], int]:
-    """Native placements on GPUs whose part in RAM fits too; how many were looked at."""
+    """Placements on GPUs whose part in RAM fits too; how many were looked at."""
     candidates: list[Candidate] = []
     considered = 0
-    for item in gpu_candidates(card, report, workload, limits) if NATIVE in engines else ():
+    for item in (one for name in engines for one in gpu_candidates(card, report, workload, limits, name)):
         considered += 1
         label, placement = label_of(item.placement), item.placement
         limit = host_limit_bytes(report, limits)

@@ -136,7 +136,8 @@ def _gpu_lines(gpu: GpuRates) -> list[str]:
     lines = [
         f"  gpu{gpu.ordinal}  {gpu.name}, driver {gpu.driver_version}, {bytes_text(gpu.memory_free_bytes)} of "
         f"{bytes_text(gpu.memory_total_bytes)} free, {link}, {number_text(gpu.clock_mhz)} MHz",
-        f"        memory read {rate_text(gpu.read_bytes_per_s)}, pinned RAM read {rate_text(gpu.zero_copy_bytes_per_s)}, "
+        f"        memory read {rate_text(gpu.read_bytes_per_s)}, "
+        f"pinned RAM read {rate_text(gpu.zero_copy_bytes_per_s)}, "
         f"launch {_us_text(gpu.launch_s)}, graph node {_us_text(gpu.graph_node_s)}, "
         f"hand-over {_us_text(gpu.handover_s)}",
     ]

@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "worker.protocol": {"configs"},
     "worker.client": {"configs", "plans", "worker.protocol"},
     "worker.engines": MODEL | {"worker.protocol", "worker.client"},
-    "worker.__main__": MODEL | {"worker.ops", "worker.cpu", "worker.cuda", "worker.runtime", "worker.protocol"},
+    "worker.__main__": MODEL
+    | {"worker.ops", "worker.cpu", "worker.cuda", "worker.runtime", "worker.protocol"},
     "worker.probe": MODEL | {"worker.ops", "worker.cpu", "worker.cuda", "worker.runtime", "worker.protocol"},
     "planner": FRONT,
     "server": FRONT,

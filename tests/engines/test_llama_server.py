@@ -18,7 +18,7 @@ from plans.placement import Assignment
 from tests.engines.fake_llama_server import DIES, EOG, HANGS, SPLIT_CHARACTER
 from tests.runtime.workers import GREEDY, PLACEMENT, run
 from worker.client import Deadlines
-from worker.engines.llama_command import LlamaProgram, command_line, find_program
+from worker.engines.llama_command import LlamaProgram, command_line, find_program, gpu_layers
 from worker.engines.llama_server import LlamaServerEngine
 from worker.protocol import Done, Generate, SamplingParams, TokenEvent
 
@@ -189,10 +189,15 @@ def test_command_line() -> None:
     assert "--no-mmap" in old and "--no-webui" in old and "--cache-ram" not in old
 
 
-def test_a_placement_on_a_gpu_is_refused() -> None:
-    plan = msgspec.structs.replace(PLAN, assignments=(Assignment("*", "gpu0", "gpu0"),))
-    with pytest.raises(PlanError, match="gpu0"):
-        command_line(LlamaProgram(("ls",), frozenset()), plan, Path("m.gguf"), 1)
+def test_placements_on_a_gpu() -> None:
+    whole = msgspec.structs.replace(PLAN, assignments=(Assignment("*", "gpu0", "gpu0"),))
+    assert gpu_layers(whole) == 999 and gpu_layers(PLAN) == 0
+    names = ("layer.6.*", "layer.7.*", "head")
+    lines = tuple(Assignment(name, "gpu0", "gpu0") for name in names)
+    assert gpu_layers(msgspec.structs.replace(PLAN, assignments=(*PLAN.assignments, *lines))) == 3
+    other = msgspec.structs.replace(PLAN, assignments=(Assignment("*", "gpu1", "gpu1"),))
+    with pytest.raises(PlanError, match="first GPU only"):
+        gpu_layers(other)
 
 
 @pytest.mark.slow

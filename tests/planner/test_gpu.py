@@ -85,7 +85,13 @@ def test_a_cap_that_holds_nothing_leaves_the_cpu() -> None:
 
 
 def test_no_gpu_report_no_gpu_candidates() -> None:
-    assert not list(gpu_candidates(card(), machine(), workload(), Limits()))
+    assert not list(gpu_candidates(card(), machine(), workload(), Limits(), "native"))
+
+
+def test_llama_server_is_a_candidate_there_too() -> None:
+    found = search(card(), gpu_machine(gpu()), workload(), Limits(), ("native", "llama-server"), 8)
+    theirs = [item for item in found.finalists if item.placement.engine == "llama-server"]
+    assert any(item.placement.gpu_ordinals == (0,) and item.prediction is None for item in theirs)
 
 
 def test_two_gpus_share_what_one_can_not_hold() -> None:

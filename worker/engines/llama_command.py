@@ -20,6 +20,7 @@ from configs.errors import EngineStartError, PlanError
 from plans.placement import Placement
 
 HELP_TIMEOUT_S = 30.0
+_ALL_LAYERS = 999  # more than any model has
 LOGICAL_BATCH_TOKENS = 2048  # llama.cpp's default; a physical batch can not be larger
 
 
@@ -60,11 +61,7 @@ def command_line(
     program: LlamaProgram, placement: Placement, model_path: Path, port: int, extra: tuple[str, ...] = ()
 ) -> list[str]:
     """The whole command. Raises PlanError where llama-server can not do what the placement says."""
-    devices = {assignment.device for assignment in placement.assignments}
-    if devices != {"cpu"}:
-        raise PlanError(
-            f"the llama-server engine computes on the CPU only, the placement names {sorted(devices)}; plan again"
-        )
+    gpu_layers(placement)
     if program.library:
         if extra:
             raise EngineStartError(
@@ -73,6 +70,24 @@ def command_line(
             )
         return [*program.command, json.dumps(_library_settings(placement, model_path, port))]
     return [*program.command, *_arguments(program, placement, model_path, port), *extra]
+
+
+def gpu_layers(placement: Placement) -> int:
+    """Layers that llama-server keeps on its GPU: the last ones, the head counted as one.
+
+    Raises PlanError for a placement on other GPUs than the first.
+    """
+    if not placement.gpu_ordinals:
+        return 0
+    if placement.gpu_ordinals != (0,):
+        raise PlanError(
+            f"the llama-server engine uses the first GPU only, the placement names {list(placement.gpu_ordinals)}; "
+            "plan again"
+        )
+    if len(placement.assignments) == 1:
+        return _ALL_LAYERS
+    on_gpu = [item.units for item in placement.assignments if item.device == "gpu0"]
+    return sum(units == "head" or units.startswith("layer.") for units in on_gpu)
 
 
 def _arguments(program: LlamaProgram, placement: Placement, model_path: Path, port: int) -> list[str]:
@@ -88,8 +103,10 @@ def _arguments(program: LlamaProgram, placement: Placement, model_path: Path, po
     ]
     arguments += ["--batch-size", str(batch), "--ubatch-size", str(placement.ubatch_tokens)]
     arguments += ["--cache-type-k", placement.kv_type, "--cache-type-v", placement.kv_type]
-    arguments += ["--flash-attn", "auto" if placement.kv_type == "f16" else "on"]
-    arguments += ["--n-gpu-layers", "0"]
+    auto = placement.kv_type == "f16" and not placement.gpu_ordinals
+    arguments += ["--flash-attn", "auto" if auto else "on"]
+    n_gpu_layers = gpu_layers(placement)
+    arguments += ["--n-gpu-layers", str(n_gpu_layers)]
     if "--load-mode" in program.flags:
         arguments += ["--load-mode", "mmap" if placement.load_mode == "mmap" else "none"]
     elif placement.load_mode != "mmap":
@@ -98,7 +115,8 @@ def _arguments(program: LlamaProgram, placement: Placement, model_path: Path, po
         mask = hex(sum(1 << cpu for cpu in placement.cpus))
         arguments += ["--cpu-mask", mask, "--cpu-strict", "1"]
     # The plan's budget has no room for a second cache of prompts in host memory, nor for a web page.
-    for flag, values in (("--device", ["none"]), ("--cache-ram", ["0"]), ("--no-ui", []), ("--no-webui", [])):
+    no_device = [] if n_gpu_layers else [("--device", ["none"])]
+    for flag, values in (*no_device, ("--cache-ram", ["0"]), ("--no-ui", []), ("--no-webui", [])):
         if flag in program.flags and not (flag == "--no-webui" and "--no-ui" in program.flags):
             arguments += [flag, *values]
     return arguments
@@ -118,6 +136,7 @@ def _library_settings(placement: Placement, model_path: Path, port: int) -> dict
         "kv_type": placement.kv_type,
         "mmap": placement.load_mode == "mmap",
         "cpus": list(placement.cpus),
+        "gpu_layers": gpu_layers(placement),
     }
 
 

@@ -27,7 +27,7 @@ def serve(settings: dict[str, Any]) -> None:
     params.n_parallel = settings["sequences"]
     params.n_batch = settings["batch_tokens"]
     params.n_ubatch = settings["ubatch_tokens"]
-    params.n_gpu_layers = 0
+    params.n_gpu_layers = settings["gpu_layers"]
     params.cache_ram_mib = 0
     params.load_mode = _LOAD_MODE_MMAP if settings["mmap"] else _LOAD_MODE_NONE
     kv_type = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{settings['kv_type'].upper()}")
