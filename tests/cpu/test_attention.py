@@ -179,6 +179,31 @@ def test_same_bits_for_any_chunks_threads_and_pages(
         kv.close()
 
 
+@pytest.mark.parametrize("window_tokens", [0, 700])
+def test_long_contexts(
+    library: Library, level: str, team: Team, rng: np.random.Generator, window_tokens: int
+) -> None:
+    """Nine splits: prefill, then decoding with the splits on one and on several threads."""
+    n = 2300
+    shape = Shape(n_heads=3, n_kv_heads=1, head_dim=32, rope_dim=32, window_tokens=window_tokens)
+    case = AttentionCase(library, rng, shape, n)
+    pages = pages_for(n)
+    kv = case.case.kv(len(pages))
+    step = case.step(team, kv, n)
+    whole = case.run(step, range(n), pages, 3)
+    query = step.buffer(case.query)
+    keys, values = case.held(kv, n, pages)
+    for row in (0, 255, 256, 1700, n - 1):
+        np.testing.assert_allclose(
+            whole[row], case.truth(keys, values, query[row], row), rtol=2e-5, atol=1e-5
+        )
+    for n_threads in (1, 2, 4):
+        for row in (n - 2, n - 1):
+            np.testing.assert_array_equal(
+                case.run(step, range(row, row + 1), pages, n_threads)[0], whole[row]
+            )
+
+
 def test_mixed_batch_gives_the_same_bits_as_each_alone(
     library: Library, level: str, team: Team, rng: np.random.Generator
 ) -> None:

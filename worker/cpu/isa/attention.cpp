@@ -24,13 +24,23 @@ struct PageKernels {
   };
 };
 
-const AttendPage* page_kernels(int32_t type) {
+const AttendPage* page_kernels(int32_t type, bool is_expanded) {
+  if (is_expanded) return PageKernels<F32Reader>::kByRows;
   return type == PW_KV_F16 ? PageKernels<F16Reader>::kByRows : PageKernels<Q8Reader>::kByRows;
+}
+
+const uint8_t* expanded(const KvLayer& layer, const uint8_t* block, float* page) {
+  if (layer.type == PW_KV_F16)
+    expand_page<F16Reader>(layer, block, page);
+  else
+    expand_page<Q8Reader>(layer, block, page);
+  return reinterpret_cast<const uint8_t*>(page);
 }
 
 // Working memory of a tile, by row.
 struct Work {
   int32_t n_rows;
+  float* page;             // one page expanded to f32
   float* query;            // per group of kTileRows rows: [head_dim][rows of the group], scaled
   float* sums;             // [n_rows][head_dim] of the split in work
   float* lane_sums;        // [n_rows][16]
@@ -43,7 +53,8 @@ Work carve(const AttentionTile& tile) {
   const int32_t head_dim = tile.layer->head_dim, n_rows = tile.n_tokens * tile.n_heads;
   Work work;
   work.n_rows = n_rows;
-  work.query = static_cast<float*>(tile.scratch);
+  work.page = static_cast<float*>(tile.scratch);
+  work.query = work.page + 2 * kPageTokens * head_dim;
   work.sums = work.query + n_rows * head_dim;
   work.lane_sums = work.sums + n_rows * head_dim;
   work.largest = work.lane_sums + n_rows * kLanes;
@@ -87,13 +98,15 @@ PW_INLINE Range tile_range(const AttentionTile& tile) {
 // Leaves the softmax of one split in work.sums, work.lane_sums and work.largest.
 void run_split(const AttentionTile& tile, const Work& work, int32_t split) {
   const KvLayer& layer = *tile.layer;
-  const AttendPage* kernels = page_kernels(layer.type);
+  const bool expands = work.n_rows > kTileRows && (kConversionCosts || layer.type != PW_KV_F16);
+  const AttendPage* kernels = page_kernels(layer.type, expands);
   const Range range = tile_range(tile);
   const int32_t begin = larger(range.begin, split * kSplitTokens);
   const int32_t end = smaller(range.end, (split + 1) * kSplitTokens);
   start_split(work, layer.head_dim);
   for (int32_t page = begin / kPageTokens; page * kPageTokens < end; ++page) {
     const uint8_t* block = layer.block(tile.pages[page], tile.kv_head);
+    if (expands) block = expanded(layer, block, work.page);
     for (int32_t row = 0; row < work.n_rows; row += kTileRows) {
       const Rows rows{work.query + row * layer.head_dim,
                       work.positions + row,
@@ -132,8 +145,9 @@ void merge(AttentionState* total, float* total_values, const AttentionState& par
 }  // namespace
 
 size_t attention_scratch_bytes(int32_t n_rows, int32_t head_dim) {
-  const size_t floats = 2 * static_cast<size_t>(head_dim) + kLanes + 2;
-  return static_cast<size_t>(n_rows) * (floats * sizeof(float) + sizeof(AttentionState));
+  const size_t row_floats = 2 * static_cast<size_t>(head_dim) + kLanes + 2;
+  const size_t page_floats = 2 * static_cast<size_t>(kPageTokens) * head_dim;
+  return (n_rows * row_floats + page_floats) * sizeof(float) + n_rows * sizeof(AttentionState);
 }
 
 void attend(const AttentionTile& tile) {

@@ -13,9 +13,11 @@ namespace pw::PW_ISA {
 #ifdef PW_ISA_avx512
 constexpr int32_t kTileRows = 8;
 constexpr int32_t kTileLanes = 2;
+constexpr bool kConversionCosts = true;  // f16 to f32 beside the multiply-adds; then groups of rows share one
 #else
 constexpr int32_t kTileRows = 6;
 constexpr int32_t kTileLanes = 1;
+constexpr bool kConversionCosts = false;
 #endif
 
 constexpr int32_t kPageTokens = PW_PAGE_TOKENS;
@@ -69,6 +71,37 @@ struct Q8Reader {
     return load_i8(values + token * head_dim + dim) * scale;
   }
 };
+
+// A page that was expanded to f32 for a tile of many rows: keys [head_dim][32], then values [32][head_dim].
+struct F32Reader {
+  const float* keys;
+  const float* values;
+  int32_t head_dim;
+
+  PW_INLINE_MEMBER F32Reader(const KvLayer& layer, const uint8_t* page)
+      : keys(reinterpret_cast<const float*>(page)),
+        values(keys + kPageTokens * layer.head_dim),
+        head_dim(layer.head_dim) {}
+  PW_INLINE_MEMBER Lanes key_scale(int32_t, int32_t) const { return zero(); }
+  PW_INLINE_MEMBER Lanes key(int32_t dim, int32_t token, Lanes) const { return load(keys + dim * kPageTokens + token); }
+  PW_INLINE_MEMBER Lanes value_scale(int32_t, int32_t) const { return zero(); }
+  PW_INLINE_MEMBER Lanes value(int32_t token, int32_t dim, Lanes) const {
+    return load(values + token * head_dim + dim);
+  }
+};
+
+// `page` as F32Reader takes it; every value is what the block's own reader gives.
+template <class Reader>
+void expand_page(const KvLayer& layer, const uint8_t* block, float* page) {
+  const Reader reader(layer, block);
+  float* values = page + kPageTokens * layer.head_dim;
+  for (int32_t dim = 0; dim < layer.head_dim; ++dim)
+    for (int32_t token = 0; token < kPageTokens; token += kLanes)
+      store(page + dim * kPageTokens + token, reader.key(dim, token, reader.key_scale(dim, token)));
+  for (int32_t token = 0; token < kPageTokens; ++token)
+    for (int32_t dim = 0; dim < layer.head_dim; dim += kLanes)
+      store(values + token * layer.head_dim + dim, reader.value(token, dim, reader.value_scale(token, dim)));
+}
 
 constexpr float kNoScore = -1e30f;     // finite, so that the difference of two of them is 0 and not NaN
 constexpr float kLog2E = 1.44269504f;  // scores are kept times this: weights are powers of two
