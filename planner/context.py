@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from planner.pool import EngineFactory
 from planner.probe import probe_machine
 from planner.progress import Reporter
 from planner.prompts import Encode
+from planner.turn import measuring_turn
 from planner.version import placewright_version
 from plans import host
 from plans.key import identify_files
@@ -48,5 +50,6 @@ class Context:
     builds: Callable[[tuple[str, ...], Settings], tuple[EngineBuild, ...]] = builds_of
     factory: Callable[[Path, Settings], EngineFactory] = make_factory
     encoder: Callable[[Path], Encode] = encoder_of
+    turn: Callable[[Reporter], AbstractContextManager[None]] = measuring_turn
     clock: Callable[[], float] = time.perf_counter
     version: str = field(default_factory=placewright_version)

@@ -83,7 +83,7 @@ def _workspace_bytes(
     tokens = max(ubatch, 32)
     outputs = max(16, 1 << (max(1, min(max_sequences, 32)) - 1).bit_length(), max_sequences)
     widths = _buffer_widths(card, units)
-    size = tokens * sum(widths) * 5.5  # f32, codes, scales and sums
+    size = tokens * sum(widths) * 6.25  # f32, codes, scales and sums, or halves
     if use.has_head:
         n_vocab = card.n_vocab or 150_000
         size += outputs * (12 * n_vocab + 4 * context + 16 * (card.n_embd or 4096)) + MIB

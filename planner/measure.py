@@ -290,7 +290,11 @@ async def _keep_two(race: _Race) -> None:
 
 
 def _reasons(rejected: list[Rejected]) -> str:
-    return "; ".join(f"{item.candidate}: {item.reason}" for item in rejected)
+    """Each reason once: what ails the machine ails every candidate."""
+    by_reason: dict[str, list[str]] = {}
+    for item in rejected:
+        by_reason.setdefault(item.reason, []).append(item.candidate)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
 def choose_lengths(

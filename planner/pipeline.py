@@ -6,6 +6,7 @@ Start reading here. Each stage takes and gives frozen values; what a stage decid
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from planner.measure import ROUNDS_PLANNED, Lengths, Measurement, MeasureTask, c
 from planner.memory import host_limit_bytes
 from planner.pool import EnginePool
 from planner.probe import unmeasured
-from planner.prompts import Material, load_texts, texts_sha256
+from planner.prompts import Material, PromptText, load_texts, texts_sha256
 from planner.search import Candidate, SearchResult, check_limits, request_s, search
 from planner.select import Selection, select
 from planner.workload import PlanRequest, make_workload
@@ -52,10 +53,31 @@ def make_plan(request: PlanRequest, context: Context) -> Outcome:
     if not request.dry_run:
         usable_folder(context.store.folder, "XDG_DATA_HOME")
     key = identify(card, workload, engines, request, context)
-    saved = context.store.find_by_key(key.digest)
-    if saved is not None and not request.replan and not request.dry_run:
+    saved = saved_answer(key, request, context)
+    if saved is not None:
         return Outcome(card, saved, True, None)
+    with contextlib.nullcontext() if request.dry_run else context.turn(context.reporter):
+        saved = saved_answer(key, request, context)  # made while this one waited for its turn
+        if saved is not None:
+            return Outcome(card, saved, True, None)
+        return search_and_measure(card, texts, key, engines, request, context)
 
+
+def saved_answer(key: PlanKey, request: PlanRequest, context: Context) -> Plan | None:
+    """The plan that answers the same question already, unless a new one is asked for."""
+    return None if request.replan or request.dry_run else context.store.find_by_key(key.digest)
+
+
+def search_and_measure(
+    card: ModelCard,
+    texts: list[PromptText],
+    key: PlanKey,
+    engines: tuple[str, ...],
+    request: PlanRequest,
+    context: Context,
+) -> Outcome:
+    """Everything that takes minutes."""
+    workload = key.workload
     material = Material(texts, context.encoder(Path(card.paths[0])))
 
     context.reporter.stage("probe this machine")

@@ -19,6 +19,7 @@ from planner.engines import builds_of, make_factory
 from planner.measure import Lengths
 from planner.progress import make_reporter
 from planner.statistics import Interval
+from planner.turn import measuring_turn
 from plans import host, show
 from plans.key import open_verified_plan
 from plans.plan import RequestMix
@@ -48,6 +49,7 @@ def run_command(
     settings = load_settings()
     plan = open_verified_plan(plan_id)
     builds_of((baseline,), settings)  # refuses a baseline that is not there before anything starts
+    check_threads(threads, plan.host.cpus[0].cores_available)
     mix = fitting(prompt_tokens, output_tokens, plan.placement.context_length_tokens)
     task = RaceTask(
         plan=plan,
@@ -61,12 +63,20 @@ def run_command(
     )
     model_path = Path(plan.model.paths[0])
     limit = max(0, host.ram_available_bytes() - settings_margin_bytes(settings))
-    with make_reporter() as reporter:
+    with make_reporter() as reporter, measuring_turn(reporter):
         reporter.stage(f"race plan {plan.id[:12]} against {baseline}, {rounds} rounds")
         factory = make_factory(model_path, settings)
         result = asyncio.run(race(task, factory, encoder_of(model_path), limit, reporter))
     text = msgspec.json.format(msgspec.json.encode(result)).decode() if json else race_text(result)
     sys.stdout.write(text + "\n")
+
+
+def check_threads(threads: int | None, cores: int) -> None:
+    """Raises UserError for more threads than this process has cores."""
+    if threads is not None and threads > cores:
+        raise UserError(
+            f"--threads {threads} can not be met: this process may use {cores} cores; use 1 to {cores}"
+        )
 
 
 def fitting(prompt_tokens: int, output_tokens: int, context_length_tokens: int) -> RequestMix:

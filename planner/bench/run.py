@@ -62,7 +62,11 @@ def plan_side(task: RaceTask) -> tuple[Placement, tuple[str, ...]]:
 
 
 def baseline_placements(task: RaceTask) -> list[Placement]:
-    """What the baseline is tuned over: all cores, half of them, one; a pin leaves one choice."""
+    """What the baseline is tuned over: all cores and half of them, for decode and prefill; a pin leaves one choice.
+
+    Fewer threads for prefill matter where other programs keep some cores busy: threads that wait for a member
+    that does not run lose more than it would add.
+    """
     cores = task.plan.host.cpus[0].cores_available
     base = msgspec.structs.replace(
         task.plan.placement,
@@ -73,10 +77,12 @@ def baseline_placements(task: RaceTask) -> list[Placement]:
         cpus=(),
     )
     counts = [task.threads] if task.threads is not None else sorted({cores, max(1, cores // 2)}, reverse=True)
-    decode_counts = counts if task.tune else counts[:1]
+    tried = counts if task.tune else counts[:1]
     return [
-        msgspec.structs.replace(base, decode_threads=count, prefill_threads=counts[0])
-        for count in decode_counts
+        msgspec.structs.replace(base, decode_threads=decode, prefill_threads=prefill)
+        for prefill in tried
+        for decode in tried
+        if decode <= prefill
     ]
 
 

@@ -351,7 +351,7 @@ class NumpyKernels:
 
         self._submit(("moe", shape.n_tokens, stacks[0].experts, ids.width), work)
 
-    def takes_network(self, rows: int) -> bool:
+    def takes_network(self, rows: int, matrices: tuple[_HostMatrix, ...]) -> bool:
         return False
 
     def select(self, shape: StepShape, source: Rows, out: Rows) -> None:

@@ -6,7 +6,14 @@ import numpy as np
 
 from tests.cuda.devices import Device
 from tests.cuda.matmul_checks import activations, assert_near, make_matrix
-from worker.cuda.linear import linear, linear_workspace_bytes, moe, moe_workspace_bytes
+from worker.cuda.linear import (
+    dense_network,
+    linear,
+    linear_workspace_bytes,
+    moe,
+    moe_workspace_bytes,
+    takes_network,
+)
 from worker.cuda.matmul import Activations, Epilogue, Part
 from worker.cuda.matmul_moe import Chosen, Experts
 from worker.cuda.prefill import Blas, multiply_in_kernel, to_halves
@@ -56,6 +63,26 @@ def check_linear(
         assert_near(device.get(part.output), expected, limit, f"{matrix.type_id} T={n_tokens}")
 
 
+def check_network(device: Device, names: tuple[str, str, str], n_tokens: int, n_embd: int, n_ff: int) -> None:
+    """A dense network in two launches, from f32 activations."""
+    rng = np.random.default_rng(n_tokens)
+    gate, up = (make_matrix(device, rng, name, n_ff, n_embd) for name in names[:2])
+    down = make_matrix(device, rng, names[2], n_embd, n_ff)
+    network = Experts(gate[0], up[0], down[0], 1)
+    assert takes_network(device.launcher, network, n_tokens)
+    x = activations(rng, n_tokens, n_embd) / np.float32(64)  # what is between stays in the range of halves
+    start = rng.standard_normal((n_tokens, n_embd)).astype(np.float32)
+    output, hidden = device.put(start), device.put(np.zeros((n_tokens, n_ff), np.float32))
+    workspace = device.put(np.zeros((n_tokens, n_embd), np.float32))
+    source = Activations(device.put(x))
+    dense_network(device.launcher, network, source, n_tokens, hidden, output, workspace, accumulate=True)
+    h = activate(x @ gate[1][0].T, 0) * (x @ up[1][0].T)
+    limit = 2 * HALVES_LIMIT if n_tokens > 2 else 4e-2
+    assert_near(
+        device.get(output), start + h.astype(np.float64) @ down[1][0].T, limit, f"{names} T={n_tokens}"
+    )
+
+
 def check_grouped(
     device: Device,
     names: tuple[str, str, str],
@@ -72,7 +99,7 @@ def check_grouped(
     ]
     experts = Experts(made[0][0], made[1][0], made[2][0], n_used, activation)
     gate, up, down = (values for _, values in made)
-    x = activations(rng, n_tokens, n_embd)
+    x = activations(rng, n_tokens, n_embd) / np.float32(64)  # what is between stays in the range of halves
     logits = rng.standard_normal((n_tokens, n_experts)).astype(np.float32)
     logits[:, n_experts // 2] += 3
     ids, weights = choose_experts(logits, None, n_used, 0, True, 1.0)

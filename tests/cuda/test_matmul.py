@@ -43,6 +43,7 @@ def test_mixture(device: EmulatedDevice, n_tokens: int, in_kernel: bool) -> None
 
 def test_dense_network(device: EmulatedDevice) -> None:
     checks.check_moe(device, ("Q8_0", "Q4_0", "Q5_0"), 2, (96, 64, 1, 1), in_kernel=False)
+    prefill_checks.check_network(device, ("Q8_0", "Q4_0", "Q5_0"), 5, 96, 64)
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
@@ -60,7 +61,7 @@ def test_tensor_cores_on_k_quants(device: EmulatedDevice, name: str) -> None:
 
 @pytest.mark.parametrize("n_tokens", [2, 11])
 def test_dispatch(device: EmulatedDevice, n_tokens: int) -> None:
-    prefill_checks.check_linear(device, None, ("Q4_0", "Q8_0"), n_tokens, 64, rows=24)
+    prefill_checks.check_linear(device, None, ("Q4_0", "Q8_0", "F16"), n_tokens, 64, rows=24)
 
 
 @pytest.mark.parametrize("n_tokens", [7, 60])

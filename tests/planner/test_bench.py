@@ -10,7 +10,7 @@ import pytest
 
 from configs.errors import MeasureError, UserError
 from planner.bench import common, run
-from planner.bench.cli import fitting, race_text
+from planner.bench.cli import check_threads, fitting, race_text
 from planner.bench.run import RaceTask
 from planner.measure import Lengths
 from planner.progress import Reporter
@@ -56,7 +56,16 @@ def test_the_ratio_and_its_interval() -> None:
 def test_the_baseline_is_tuned_first() -> None:
     result = race(EngineFarm(speeds))
     assert result.baseline.threads_decode == 2
-    assert len(result.tuning) == 2
+    assert len(result.tuning) == 3
+
+
+def test_a_baseline_that_loses_by_more_prefill_threads_gets_fewer() -> None:
+    """Cores that other programs keep busy: a team that is larger than what is free waits for itself."""
+
+    def contended(item: Placement) -> tuple[float, float]:
+        return 400.0 / item.prefill_threads, 30.0
+
+    assert race(EngineFarm(contended)).baseline.threads_prefill == 2
 
 
 def test_untuned_takes_all_cores() -> None:
@@ -141,3 +150,9 @@ def test_the_model_path_is_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "read_card", lambda path: (seen.append(path), card())[1])
     race(EngineFarm(speeds))
     assert seen == [Path("/models/fake.gguf")]
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    check_threads(2, 2)
+    with pytest.raises(UserError, match="--threads 99 .* 2 cores"):
+        check_threads(99, 2)

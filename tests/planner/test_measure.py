@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from configs.errors import MeasureError
-from planner.measure import Lengths, Measurement, MeasureTask, choose_lengths, judge, measure
+from planner.measure import Lengths, Measurement, MeasureTask, _reasons, choose_lengths, judge, measure
 from planner.memory import predict_memory
 from planner.pool import EnginePool
 from planner.progress import Reporter
@@ -16,7 +16,7 @@ from planner.search import Candidate, label_of
 from planner.select import Selection, select
 from planner.statistics import Interval
 from plans.placement import Placement
-from plans.plan import RequestMix
+from plans.plan import Rejected, RequestMix
 from tests.planner.fakes import EngineFarm, Speeds, card, encode, placement, texts
 
 MIX = RequestMix(512, 128)
@@ -231,3 +231,8 @@ def test_trials_are_as_long_as_the_budget_allows() -> None:
     assert choose_lengths(MIX, 4, 0.5, lambda lengths: lengths.prompt_tokens / 500) == Lengths(64, 12)
     assert choose_lengths(MIX, 1, 9.0, lambda lengths: None) == Lengths(256, 48)
     assert choose_lengths(RequestMix(40, 10), 1, 9.0, lambda lengths: 0.1) == Lengths(40, 10)
+
+
+def test_a_reason_that_all_share_is_told_once() -> None:
+    rejected = [Rejected("a", "engine", "no library"), Rejected("b", "engine", "no library")]
+    assert _reasons([*rejected, Rejected("c", "engine", "killed")]) == "a, b: no library; c: killed"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -204,3 +206,19 @@ def test_a_plan_folder_that_can_not_be_written_is_told_before_measuring(bed: Bed
     with pytest.raises(SettingsError, match="XDG_DATA_HOME"):
         bed.plan()
     assert bed.n_probes == 0 and bed.farm.started == []
+
+
+def test_a_plan_made_while_another_waited_is_its_answer(bed: Bed) -> None:
+    @contextlib.contextmanager
+    def turn(_: Reporter) -> Iterator[None]:
+        if not inside:
+            inside.append(True)
+            first.append(bed.plan())
+        yield
+
+    inside: list[bool] = []
+    first: list[pipeline.Outcome] = []
+    bed.context = dataclasses.replace(bed.context, turn=turn)
+    second = bed.plan()
+    assert second.is_saved and second.plan == first[0].plan
+    assert len(bed.context.store.list().plans) == 1

@@ -342,7 +342,8 @@ class WorkerClient:
             return
         if self._fatal is not None:
             words = f"{self._fatal.code}: {self._fatal.message}"
-        self._death = text = words + self._last_words()
+        is_explained = self._fatal is not None and self._fatal.code != "internal"
+        self._death = text = words if is_explained else words + self._last_words()
         for request_id in list(self._streams):
             self._end_stream(request_id, EngineDiedError(text))
         for waiter in (self._hello, self._ready, *self._stats):

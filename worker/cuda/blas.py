@@ -10,6 +10,16 @@ _OP_N, _OP_T = 0, 1
 _DEFAULT_ALGORITHM = -1
 
 
+class _Stream:
+    """An address as CUDA's Python packages exchange streams."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
+
+
 class CuBlas:
     """Create and use with the device current; the handle lives as long as the object."""
 
@@ -18,7 +28,9 @@ class CuBlas:
         from cupy_backends.cuda.libs import cublas
 
         # CuPy moves a handle to its current stream at every call; without this, products would run on the null stream.
-        self._stream = cupy.cuda.ExternalStream(stream)
+        streams = cupy.cuda.Stream
+        known = hasattr(streams, "from_external")  # CuPy 14 deprecates the other way
+        self._stream = streams.from_external(_Stream(stream)) if known else cupy.cuda.ExternalStream(stream)
         self._cublas = cublas
         self._handle = cublas.create()
         cublas.setStream(self._handle, stream)

@@ -21,7 +21,7 @@ from worker.cuda.matmul_moe import RouterRule
 from worker.cuda.memory import aligned
 from worker.cuda.ops import FileRows, Outputs
 from worker.cuda.prefill import Blas
-from worker.cuda.products import NETWORK_ROWS, Products
+from worker.cuda.products import Products
 from worker.cuda.repack import repack
 from worker.cuda.router import Router
 from worker.cuda.sampling import SamplingBuffers
@@ -106,9 +106,12 @@ class CudaKernels(KernelSet):
 
     def _forms(self, rows: int, out: Rows) -> Outputs:
         """What a producer has to write of `out` in a step of so many rows."""
-        if not out.codes or not needs_codes(rows):
+        if not out.codes:
             return Outputs(values=out.values)
-        return Outputs(out.values if out.values_are_read else 0, 0, out.codes, out.scales, out.sums)
+        values = out.values if out.values_are_read else 0
+        if needs_codes(rows):
+            return Outputs(values, 0, out.codes, out.scales, out.sums)
+        return Outputs(values, out.halves)
 
     def embed(self, shape: StepShape, table: RowTable, out: Rows, scale: float) -> None:
         rows = FileRows(table.type_id, table.address, table.row_bytes, table.columns)
@@ -283,8 +286,8 @@ class CudaKernels(KernelSet):
             return
         self._products.moe(shape.n_tokens, source, ids, weights, stacks, out, activation, accumulate)
 
-    def takes_network(self, rows: int) -> bool:
-        return 0 < rows <= NETWORK_ROWS
+    def takes_network(self, rows: int, matrices: tuple[GpuMatrix, GpuMatrix, GpuMatrix]) -> bool:
+        return self._products.takes_network(rows, matrices)
 
     def network(
         self,

@@ -11,9 +11,11 @@ from ctypes import c_int
 import msgspec
 
 from worker.cuda.driver import Launcher
+from worker.cuda.few import MatrixCallStruct
 from worker.cuda.formats import GpuMatrix
+from worker.cuda.matmul import Activations
 from worker.cuda.matmul_moe import Chosen, Experts
-from worker.cuda.prefill import MatrixMatrixStruct, launch_matrix_matrix, to_halves
+from worker.cuda.prefill import launch_matrix_matrix, to_halves
 
 _TILE_BYTES = 16
 _ALIGNMENT_BYTES = 256
@@ -66,19 +68,21 @@ def moe_grouped(
     launcher: Launcher,
     experts: Experts,
     choice: Chosen,
-    values: int,
+    source: Activations,
     n_tokens: int,
     output: int,
     scratch: GroupedWorkspace,
     *,
     accumulate: bool,
 ) -> None:
-    """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of values f32 [n_tokens, n_embd]."""
+    """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source`: its halves, or its values made so."""
     n_embd, slots = experts.gate.cols, n_tokens * experts.n_used
     tile, tiles = token_tile(experts, n_tokens), max_tiles(experts, n_tokens)
     _sort(launcher, experts, choice, slots, tile, tiles, scratch)
-    to_halves(launcher, values, scratch.halves, n_tokens * n_embd)
-    gate_up = _call(scratch, scratch.halves, scratch.hidden, experts.gate, slots)
+    halves = source.halves or scratch.halves
+    if not source.halves:
+        to_halves(launcher, source.values, halves, n_tokens * n_embd)
+    gate_up = _call(scratch, halves, scratch.hidden, experts.gate, slots)
     gate_up.input_rows, gate_up.input_divisor = scratch.order, experts.n_used
     gate_up.weights[1], gate_up.expert_bytes[1] = experts.up.pointer, experts.up.expert_bytes
     launch_matrix_matrix(
@@ -116,8 +120,8 @@ def _sort(
 
 def _call(
     scratch: GroupedWorkspace, source: int, target: int, matrix: GpuMatrix, slots: int
-) -> MatrixMatrixStruct:
-    call = MatrixMatrixStruct(
+) -> MatrixCallStruct:
+    call = MatrixCallStruct(
         input=source,
         tiles=scratch.tiles,
         output=target,

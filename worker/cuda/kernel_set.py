@@ -112,7 +112,7 @@ class KernelSet(Protocol):
         accumulate: bool,
     ) -> None: ...
 
-    def takes_network(self, rows: int) -> bool:
+    def takes_network(self, rows: int, matrices: tuple[Matrix, Matrix, Matrix]) -> bool:
         """Whether `network` stands for gate and up, gated product and down in a step of so many rows."""
         ...
 

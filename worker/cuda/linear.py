@@ -5,8 +5,9 @@
 
 Up to VECTOR_TOKENS tokens run on matrix-vector kernels with 8-bit activations (`source.codes`, or made in the kernel),
 up to CUBLAS_TOKENS on tensor cores with weights unpacked in the kernel, from there on dense matrices go through
-cuBLAS. Above VECTOR_TOKENS the kernels read `source.values` (f32) and need `workspace`: a 256-byte aligned address with
-`linear_workspace_bytes` or `moe_workspace_bytes` of memory, which nothing else uses while the product runs.
+cuBLAS. Above VECTOR_TOKENS the kernels read `source.halves`, made of `source.values` (f32) where there are none, and
+need `workspace`: a 256-byte aligned address with `linear_workspace_bytes` or `moe_workspace_bytes` of memory, which
+nothing else uses while the product runs.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from worker.cuda.driver import Launcher
+from worker.cuda.few import FEW_TOKENS, few_tiling, multiply_few, multiply_gated, token_tile_for
 from worker.cuda.grouped import moe_grouped
 from worker.cuda.grouped import workspace as grouped_workspace
 from worker.cuda.matmul import GEMV_TOKENS, STORE, Activations, Epilogue, Norm, Part, gemv, rows_from
-from worker.cuda.matmul_moe import Chosen, Experts, RouterRule, hidden_bytes, moe_decode
+from worker.cuda.matmul_moe import DENSE, Chosen, Experts, RouterRule, hidden_bytes, moe_decode
 from worker.cuda.prefill import (
     CUBLAS_TOKENS,
     Blas,
@@ -29,7 +31,6 @@ from worker.cuda.prefill import (
 )
 
 VECTOR_TOKENS = 2  # a third token costs dp4a kernels more than a tile of tensor cores
-MOE_VECTOR_TOKENS = 4  # here few tokens share an expert
 _ALIGNMENT_BYTES = 256
 
 
@@ -66,15 +67,26 @@ def linear(
     if n_tokens <= VECTOR_TOKENS or not tensor_cores:
         _gemv_pieces(launcher, parts, source, n_tokens, norm, epilogue, pdl)
         return
-    assert norm is None and source.values and workspace
+    assert norm is None and workspace
     cols = parts[0].matrix.cols
-    to_halves(launcher, source.values, workspace, n_tokens * cols)
+    halves = _halves(launcher, source, n_tokens * cols, workspace)
+    if multiply_few(launcher, parts, halves, n_tokens, epilogue):
+        return
     for part in parts:
         if n_tokens >= CUBLAS_TOKENS and blas is not None:
             scratch = workspace + _aligned(n_tokens * cols * 2)
-            multiply_with_blas(launcher, blas, part, workspace, n_tokens, epilogue, scratch)
+            multiply_with_blas(launcher, blas, part, halves, n_tokens, epilogue, scratch)
         else:
-            multiply_in_kernel(launcher, part, workspace, n_tokens, epilogue)
+            multiply_in_kernel(launcher, part, halves, n_tokens, epilogue)
+
+
+def _halves(launcher: Launcher, source: Activations, n: int, workspace: int) -> int:
+    """Where the f16 activations are, after making them in `workspace` if no kernel in front did."""
+    if source.halves:
+        return source.halves
+    assert source.values
+    to_halves(launcher, source.values, workspace, n)
+    return workspace
 
 
 def _gemv_pieces(
@@ -109,7 +121,7 @@ def _gemv_pieces(
 
 def moe_workspace_bytes(experts: Experts, n_tokens: int) -> int:
     """Scratch of `moe`."""
-    if n_tokens <= MOE_VECTOR_TOKENS:
+    if n_tokens <= VECTOR_TOKENS:
         return _aligned(hidden_bytes(experts, n_tokens))
     return grouped_workspace(experts, n_tokens).total_bytes
 
@@ -129,7 +141,7 @@ def moe(
 ) -> None:
     """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source`. `choice` may be a RouterRule, and `norm` be
     given, for one token only."""
-    if n_tokens <= MOE_VECTOR_TOKENS:
+    if n_tokens <= VECTOR_TOKENS:
         moe_decode(
             launcher,
             experts,
@@ -145,7 +157,60 @@ def moe(
         return
     assert isinstance(choice, Chosen) and norm is None
     scratch = grouped_workspace(experts, n_tokens, workspace)
-    moe_grouped(launcher, experts, choice, source.values, n_tokens, output, scratch, accumulate=accumulate)
+    moe_grouped(launcher, experts, choice, source, n_tokens, output, scratch, accumulate=accumulate)
+
+
+def takes_network(launcher: Launcher, network: Experts, n_tokens: int) -> bool:
+    """Whether `dense_network` can do a network (one expert) for so many tokens."""
+    if n_tokens <= VECTOR_TOKENS:
+        return n_tokens > 0
+    if n_tokens > FEW_TOKENS or network.down.cols % 8:
+        return False
+    matrices, tile = [network.gate, network.up], token_tile_for(n_tokens)
+    return few_tiling(launcher, matrices, tile, 1, is_gated=True) is not None
+
+
+def dense_network(
+    launcher: Launcher,
+    network: Experts,
+    source: Activations,
+    n_tokens: int,
+    hidden: int,
+    output: int,
+    workspace: int,
+    *,
+    accumulate: bool,
+    norm: Norm | None = None,
+    pdl: bool = True,
+) -> None:
+    """Enqueue output f32 [n_tokens, n_embd] (+)= down (act(gate x) * up x) in two launches, for up to FEW_TOKENS
+    tokens. `hidden`: 4 * n_tokens * n_ff bytes; `workspace` as for `linear` of gate and up."""
+    if n_tokens <= VECTOR_TOKENS:
+        moe_decode(
+            launcher,
+            network,
+            DENSE,
+            source,
+            n_tokens,
+            hidden,
+            output,
+            accumulate=accumulate,
+            norm=norm,
+            pdl=pdl,
+        )
+        return
+    halves = _halves(launcher, source, n_tokens * network.gate.cols, workspace)
+    if not multiply_gated(launcher, network.gate, network.up, halves, n_tokens, hidden, network.activation):
+        raise AssertionError("takes_network said yes")
+    down = [Part(network.down, output, network.down.rows)]
+    linear(
+        launcher,
+        down,
+        Activations(0, halves=hidden),
+        n_tokens,
+        epilogue=Epilogue(accumulate),
+        workspace=workspace,
+    )
 
 
 def _aligned(size: int) -> int:

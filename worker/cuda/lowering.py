@@ -72,10 +72,10 @@ def buffer_bytes(oplist: OpList, max_tokens: int, max_outputs: int) -> int:
 
 
 def _part_bytes(buffer: Buffer, is_source: bool, rows: int) -> list[int]:
-    """values, then codes, scales and sums of a buffer that matrices multiply."""
+    """values, then codes, scales and sums of a buffer that matrices multiply; together these hold its halves too."""
     values = rows * buffer.width
     groups = rows * -(-buffer.width // GROUP)
-    parts = [4 * values] + ([values, 4 * groups, 4 * groups] if is_source else [])
+    parts = [4 * values] + ([values, 4 * groups, max(4 * groups, values)] if is_source else [])
     return [aligned(part) for part in parts]
 
 
@@ -90,8 +90,9 @@ def allocate_buffers(
         parts = _part_bytes(buffer, index in sources, rows)
         address = memory.take("workspace", sum(parts), zeroed=True)
         places = [address + sum(parts[:part]) for part in range(len(parts))]
-        codes, scales, sums = places[1:] or (0, 0, 0)
-        made.append(Rows(places[0], buffer.width, codes, scales, sums))
+        values, *forms = places
+        codes, scales, sums = forms or (0, 0, 0)
+        made.append(Rows(values, buffer.width, codes, scales, sums, halves=codes))
     return tuple(made)
 
 
@@ -128,6 +129,11 @@ class Lowering:
     def network_at(self, at: int) -> bool:
         """Whether op `at` begins a dense network."""
         return at in self._networks
+
+    def network_matrices(self, at: int) -> tuple[Matrix, Matrix, Matrix]:
+        """gate, up and down of the network that begins at `at`."""
+        (gate, up), (down,) = self.matrices(self.oplist.ops[at]), self.matrices(self.oplist.ops[at + 2])
+        return gate, up, down
 
     def inputs(self, op: Op) -> tuple[Rows, ...]:
         return tuple(self.buffers[index] for index in op.inputs)
@@ -189,18 +195,16 @@ def _linear(lowering: Lowering, op: Op, at: int) -> Enqueue:
 
 def _network(lowering: Lowering, op: Op, at: int, otherwise: Enqueue) -> Enqueue:
     """gate and up in a step whose rows the kernels take as a whole network: all three ops."""
-    source, (hidden, _), (gate, up) = lowering.source(op, at), lowering.outputs(op), lowering.matrices(op)
+    source, (hidden, _) = lowering.source(op, at), lowering.outputs(op)
     glu, last = lowering.oplist.ops[at + 1 : at + 3]
-    (out,), (down,) = lowering.outputs(last), lowering.matrices(last)
+    (out,), matrices = lowering.outputs(last), lowering.network_matrices(at)
     rows, activation, accumulate = _rows_of(lowering, op.inputs[0]), glu.ints[0], bool(last.ints[1])
 
     def enqueue(shape: StepShape) -> None:
-        if not lowering.kernels.takes_network(rows(shape)):
+        if not lowering.kernels.takes_network(rows(shape), matrices):
             otherwise(shape)
             return
-        lowering.kernels.network(
-            rows(shape), source, (gate, up, down), hidden, out, activation, accumulate, shape
-        )
+        lowering.kernels.network(rows(shape), source, matrices, hidden, out, activation, accumulate, shape)
 
     return enqueue
 
@@ -211,7 +215,8 @@ def _unless_network(
     """Nothing, where the op is part of a network that began at `begin` and has been queued there."""
     if not lowering.network_at(begin):
         return enqueue
-    return lambda shape: None if lowering.kernels.takes_network(rows(shape)) else enqueue(shape)
+    matrices = lowering.network_matrices(begin)
+    return lambda shape: None if lowering.kernels.takes_network(rows(shape), matrices) else enqueue(shape)
 
 
 def _rope_store(lowering: Lowering, op: Op, at: int) -> Enqueue:

@@ -24,13 +24,14 @@ _RESERVED_SHARED_BYTES = 4096  # static shared memory of a block and what the dr
 
 
 class Activations(msgspec.Struct, frozen=True):
-    """Rows of one input. `values` f32 [tokens, cols]; codes int8 [tokens, cols], scales and sums f32
-    [tokens, cols / 32], all three 0 where there are none."""
+    """Rows of one input, in the forms that there are (0: there is none): `values` f32 [tokens, cols]; codes int8
+    [tokens, cols] with scales and sums f32 [tokens, cols / 32]; `halves` f16 [tokens, cols]."""
 
     values: int
     codes: int = 0
     scales: int = 0
     sums: int = 0
+    halves: int = 0
 
 
 class Norm(msgspec.Struct, frozen=True):

@@ -6,13 +6,18 @@ among more tokens, cuBLAS is faster where unpacking the whole matrix first is sh
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import c_float, c_int, c_uint64
 from typing import Protocol
 
-import msgspec
-
 from worker.cuda.driver import Launcher
+from worker.cuda.few import (
+    FEW_TOKENS,
+    MatrixCallStruct,
+    few_tiling,
+    launch_few,
+    part_call,
+    token_tile_for,
+)
 from worker.cuda.formats import GpuMatrix, is_float
 from worker.cuda.matmul import Epilogue, Part
 
@@ -38,27 +43,6 @@ class Blas(Protocol):
     ) -> None: ...
 
 
-class MatrixMatrixStruct(ctypes.Structure):
-    """`MatrixCall` of matrix_call.cuh."""
-
-    _fields_ = [
-        ("weights", c_uint64 * 2),
-        ("expert_bytes", c_uint64 * 2),
-        ("input", c_uint64),
-        ("input_rows", c_uint64),
-        ("tiles", c_uint64),
-        ("output", c_uint64),
-        ("bias", c_uint64),
-        ("input_divisor", c_int),
-        ("n_tokens", c_int),
-        ("rows", c_int),
-        ("output_stride", c_int),
-        ("accumulate", c_int),
-        ("scale", c_float),
-        ("softcap", c_float),
-    ]
-
-
 def to_halves(launcher: Launcher, values: int, halves: int, n: int) -> None:
     """f32 [n] to f16, clamped to its range; n is a multiple of 4."""
     function = launcher.function("halves.cu", "to_halves")
@@ -74,71 +58,6 @@ def weights_to_halves(launcher: Launcher, matrix: GpuMatrix, halves: int) -> Non
     launcher.launch(function, -(-n_threads // 256), 256, 0, args, True)
 
 
-FEW_TOKENS = 32  # most that a launch of few.cu takes of one matrix
-
-
-class FewTiling(msgspec.Struct, frozen=True):
-    """How few.cu is cut: groups of 8 rows and warps of a block."""
-
-    row_groups: int
-    warps: int
-    shared_bytes: int
-
-
-def few_tiling(
-    launcher: Launcher, first: GpuMatrix, second: GpuMatrix, token_tile: int, n_tiles: int, is_gated: bool
-) -> FewTiling | None:
-    """As many rows as fit twice into shared memory and still give every multiprocessor a block: the more rows, the
-    less often activations are read. None when not even eight rows fit, or columns are not in whole eights."""
-    if first.cols % 8:
-        return None
-    stride = max(first.row_bytes, second.row_bytes) + 16
-    warps = 8 if first.cols >= 24 * 64 else 4
-    budget = launcher.shared_bytes - 2048
-    choices = [
-        (groups, max(8 * groups * stride, warps * (token_tile // 16) * groups * 512))
-        for groups in ((4, 2) if is_gated else (4, 2, 1))
-    ]
-    fitting = [(groups, shared) for groups, shared in choices if shared <= budget]
-    rows_made = first.rows * (2 if is_gated else 1)
-    for groups, shared in fitting:
-        if 2 * shared <= budget and -(-rows_made // (8 * groups)) * n_tiles >= launcher.sm_count:
-            return FewTiling(groups, warps, shared)
-    if not fitting:
-        return None
-    groups, shared = fitting[0] if 2 * fitting[-1][1] > budget else fitting[-1]
-    return FewTiling(groups, warps, shared)
-
-
-def launch_few(
-    launcher: Launcher,
-    first: GpuMatrix,
-    second: GpuMatrix,
-    call: MatrixMatrixStruct,
-    tiling: FewTiling,
-    *,
-    token_tile: int,
-    n_tiles: int,
-    activation: int | None = None,
-) -> None:
-    """Enqueue few.cu; arguments as for `launch_matrix_matrix`."""
-    defines = {
-        "COLS": first.cols,
-        "TYPE_0": first.type_id,
-        "TYPE_1": second.type_id,
-        "TOKEN_TILE": token_tile,
-        "N_TILES": tiling.row_groups,
-        "WARPS": tiling.warps,
-        "MIXTURE": int(call.tiles != 0),
-        "GLU": int(activation is not None),
-        "ACTIVATION": activation or 0,
-    }
-    function = launcher.function("few.cu", "few_tokens", defines)
-    rows_of_block = tiling.row_groups * (8 if activation is None else 4)
-    grid = (-(-first.rows // rows_of_block), n_tiles)
-    launcher.launch(function, grid, tiling.warps * 32, tiling.shared_bytes, (call,), True)
-
-
 def buffers_for(launcher: Launcher, token_tile: int) -> int:
     """Two buffers where shared memory allows, so that copies run beside the products."""
     return 2 if 2 * (token_tile + _ROW_TILE) * _LINE_BYTES + 2048 <= launcher.shared_bytes else 1
@@ -148,7 +67,7 @@ def launch_matrix_matrix(
     launcher: Launcher,
     first: GpuMatrix,
     second: GpuMatrix,
-    call: MatrixMatrixStruct,
+    call: MatrixCallStruct,
     *,
     token_tile: int,
     n_tiles: int,
@@ -156,13 +75,14 @@ def launch_matrix_matrix(
 ) -> None:
     """Enqueue few.cu or mma.cu; with `activation` first is gate and second up, and the output is in halves."""
     if token_tile <= FEW_TOKENS:
-        tiling = few_tiling(launcher, first, second, token_tile, n_tiles, activation is not None)
+        is_gated = activation is not None
+        matrices = [first, second] if is_gated else [first]
+        tiling = few_tiling(launcher, matrices, token_tile, n_tiles, is_gated)
         if tiling is not None:
             launch_few(
                 launcher,
-                first,
-                second,
-                call,
+                matrices,
+                [call],
                 tiling,
                 token_tile=token_tile,
                 n_tiles=n_tiles,
@@ -185,29 +105,12 @@ def launch_matrix_matrix(
     launcher.launch(function, (-(-first.rows // rows_of_block), n_tiles), 256, shared, (call,), True)
 
 
-def token_tile_for(n_tokens: int) -> int:
-    """The smallest tile that holds the tokens, at most 64."""
-    return next((tile for tile in (16, 32, 64) if n_tokens <= tile), 64)
-
-
 def multiply_in_kernel(
     launcher: Launcher, part: Part, halves: int, n_tokens: int, epilogue: Epilogue
 ) -> None:
     """output (+)= W x on tensor cores, weights unpacked on the way; halves f16 [n_tokens, cols], cols % 8 == 0."""
     matrix, tile = part.matrix, token_tile_for(n_tokens)
-    call = MatrixMatrixStruct(
-        input=halves,
-        output=part.output,
-        bias=part.bias,
-        input_divisor=1,
-        n_tokens=n_tokens,
-        rows=matrix.rows,
-        output_stride=part.output_stride,
-        accumulate=int(epilogue.accumulate),
-        scale=epilogue.scale,
-        softcap=epilogue.softcap,
-    )
-    call.weights[0] = call.weights[1] = matrix.pointer
+    call = part_call(part, halves, n_tokens, epilogue)
     launch_matrix_matrix(launcher, matrix, matrix, call, token_tile=tile, n_tiles=-(-n_tokens // tile))
 
 

@@ -6,7 +6,7 @@ from worker.cuda import linear
 from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix
 from worker.cuda.matmul import Activations, Epilogue, Norm, Part
-from worker.cuda.matmul_moe import DENSE, Chosen, Experts, RouterRule
+from worker.cuda.matmul_moe import Chosen, Experts, RouterRule
 from worker.cuda.memory import aligned
 from worker.cuda.prefill import Blas, matrix_halves_bytes
 from worker.cuda.values import Rows
@@ -15,7 +15,6 @@ from worker.ops.oplist import OpKind, OpList
 
 # A matrix that would take more than this as f16 (a head) is multiplied with its weights unpacked in the kernel instead.
 MOST_HALVES_BYTES = 256 << 20
-NETWORK_ROWS = 4  # a dense network in two launches: above, its activations take too much of shared memory
 
 
 def matrix_shape(oplist: OpList, index: int) -> GpuMatrix:
@@ -146,6 +145,9 @@ class Products:
             pdl=self._pdl,
         )
 
+    def takes_network(self, rows: int, matrices: tuple[GpuMatrix, GpuMatrix, GpuMatrix]) -> bool:
+        return linear.takes_network(self._launcher, Experts(*matrices, 1), rows)
+
     def network(
         self,
         rows: int,
@@ -156,15 +158,15 @@ class Products:
         activation: int,
         accumulate: bool,
     ) -> None:
-        """A dense network of up to NETWORK_ROWS rows: a mixture of one expert."""
-        linear.moe(
+        """A dense network of few rows: a mixture of one expert."""
+        linear.dense_network(
             self._launcher,
             Experts(*matrices, 1, activation),
-            DENSE,
             _activations(source, rows),
             rows,
-            out.values,
             hidden.values,
+            out.values,
+            self._scratch,
             accumulate=accumulate,
             norm=_norm(source, rows),
             pdl=self._pdl,
@@ -176,6 +178,11 @@ def _norm(source: Rows, rows: int) -> Norm | None:
 
 
 def _activations(source: Rows, rows: int) -> Activations:
+    """In the forms that the buffer has in a step of so many rows."""
     if source.norm and rows == 1:
         return Activations(source.norm.values)
-    return Activations(source.values, source.codes, source.scales, source.sums)
+    if not source.codes:
+        return Activations(source.values)
+    if linear.needs_codes(rows):
+        return Activations(source.values, source.codes, source.scales, source.sums)
+    return Activations(source.values, halves=source.halves)

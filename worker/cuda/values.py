@@ -22,9 +22,9 @@ class Rows:
     """One buffer of the op list: `values` is f32 [rows, width].
 
     Buffers that matrices multiply also have room for their rows as int8 `codes` [rows, width] with f32 `scales` and
-    `sums` [rows, width / 32], which matrices read in steps of few rows; 0 is none. `values_are_read`: something reads
-    the f32 even then. `norm`: the norm that writes these rows, where in a step of one row all readers can do without
-    it.
+    `sums` [rows, width / 32], which matrices read in steps of few rows, and as f16 `halves` (the same memory), which
+    they read in all others; 0 is none. `values_are_read`: something reads the f32 even then. `norm`: the norm that
+    writes these rows, where in a step of one row all readers can do without it.
     """
 
     values: int
@@ -32,6 +32,7 @@ class Rows:
     codes: int = 0
     scales: int = 0
     sums: int = 0
+    halves: int = 0
     values_are_read: bool = True
     norm: FoldedNorm | None = None
 
