@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from tests.cuda.devices import Device
 from worker.cuda.formats import GpuMatrix, planar_row_bytes, type_id_of
 from worker.cuda.matmul import Activations, Epilogue, Norm, Part, gemv, quantise
-from worker.cuda.matmul_moe import DENSE, Chosen, Experts, RouterRule, hidden_bytes, moe_decode
+from worker.cuda.matmul_moe import DENSE, Chosen, Experts, RouterRule, hidden_bytes, moe_decode, router_logits
 from worker.cuda.repack import repack
 from worker.model.quants import FORMATS, dequantize
 from worker.model.types import BY_NAME
@@ -158,6 +158,17 @@ def check_prologue(device: Device, name: str, n_tokens: int, cols: int, with_nor
     assert_near(
         device.get(output), prepared @ w[0].T.astype(np.float64), 1e-3, f"{name} T={n_tokens} cols={cols}"
     )
+
+
+def check_router(device: Device, name: str, rows: int, cols: int) -> None:
+    """Logits of one token with the norm inside; f32 all the way."""
+    rng = np.random.default_rng(cols)
+    matrix, w = make_matrix(device, rng, name, rows, cols)
+    x, weights = activations(rng, 1, cols), rng.uniform(0.5, 1.5, cols).astype(np.float32)
+    logits = device.put(np.zeros(rows, np.float32))
+    router_logits(device.launcher, matrix, device.put(x), Norm(device.put(weights), 1e-6), logits)
+    expected = rms_norm(x, weights, 1e-6).astype(np.float64) @ w[0].T.astype(np.float64)
+    assert_near(device.get(logits)[None], expected, 1e-5, f"router {name} {rows} x {cols}")
 
 
 def check_moe(

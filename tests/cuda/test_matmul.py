@@ -67,3 +67,8 @@ def test_dispatch(device: EmulatedDevice, n_tokens: int) -> None:
 @pytest.mark.parametrize("n_tokens", [7, 60])
 def test_grouped_experts(device: EmulatedDevice, n_tokens: int) -> None:
     prefill_checks.check_grouped(device, ("Q4_0", "Q4_0", "Q8_0"), n_tokens, (96, 96, 4, 2))
+
+
+@pytest.mark.parametrize(("name", "cols"), [("F32", 132), ("F16", 2048), ("BF16", 1056)])
+def test_router_of_one_token(device: EmulatedDevice, name: str, cols: int) -> None:
+    checks.check_router(device, name, 9, cols)

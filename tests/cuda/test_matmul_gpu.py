@@ -102,3 +102,8 @@ def test_blas(device: GpuDevice, blas: CuBlas, name: str) -> None:
 def test_grouped_experts(device: GpuDevice, down: str, n_tokens: int) -> None:
     prefill_checks.check_grouped(device, ("Q4_K", "Q4_K", down), n_tokens, (512, 256, 32, 4))
     prefill_checks.check_grouped(device, ("Q4_0", "Q5_0", down), n_tokens, (256, 256, 16, 2), activation=1)
+
+
+@pytest.mark.parametrize(("name", "cols"), [("F32", 132), ("F16", 2048), ("BF16", 1056)])
+def test_router_of_one_token(device: GpuDevice, name: str, cols: int) -> None:
+    checks.check_router(device, name, 9, cols)

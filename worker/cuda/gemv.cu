@@ -148,20 +148,32 @@ INLINE void multiply_part(Sums& sums, const u8* stage, const u8* activations) {
   else multiply<TYPE>(sums, stage, activations);
 }
 
-INLINE void finish(const Call& call, Group group, Sums& sums) {
+// Lane r * TOKENS + t writes row r of token t.
+constexpr int OUTPUTS = ROWS * TOKENS;
+static_assert(OUTPUTS <= 32, "a lane for every output of a group");
+
+INLINE float* output_of(const Call& call, Group group) {
   const Part& part = part_of(call, group.part);
+  int r = lane_id() / TOKENS, t = lane_id() % TOKENS;
+  if (lane_id() >= OUTPUTS || r >= group.count) return nullptr;
+  return part.output + (u64)t * part.output_stride + group.row + r;
+}
+
+INLINE void finish(const Call& call, Group group, Sums& sums, float* out, float old) {
+  float y = 0;
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) {
-      float y = warp_sum(sums[r][t]);
-      if (lane_id() != (r * TOKENS + t) % 32 || r >= group.count) continue;
-      if (call.scale != 0) y *= call.scale;
-      if (part.bias) y += part.bias[group.row + r];
-      if (call.softcap != 0) y = call.softcap * tanhf(y / call.softcap);
-      float* out = part.output + (u64)t * part.output_stride + group.row + r;
-      *out = call.accumulate ? __ldcg(out) + y : y;
+      float sum = warp_sum(sums[r][t]);
+      if (lane_id() == r * TOKENS + t) y = sum;
     }
+  if (!out) return;
+  const Part& part = part_of(call, group.part);
+  if (call.scale != 0) y *= call.scale;
+  if (part.bias) y += part.bias[group.row + lane_id() / TOKENS];
+  if (call.softcap != 0) y = call.softcap * tanhf(y / call.softcap);
+  *out = old + y;
 }
 
 INLINE void stage_floats(const Call& call, u8* activations) {
@@ -234,16 +246,18 @@ KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
 #endif
   int stage = 0, round = 0;
   for (int index = first; index < n_groups; index += n_warps) {
-    ring_wait<STAGES - 1>(barrier + stage, round);
     Group group = group_at(call, index);
+    float* out = output_of(call, group);
+    float old = out && call.accumulate ? __ldcg(out) : 0.f;  // on its way while the weights are waited for
     Sums sums = {};
+    ring_wait<STAGES - 1>(barrier + stage, round);
     const u8* weights = ring + stage * STAGE_BYTES;
     if (N_PARTS == 1 || group.part == 0) multiply_part<TYPE_0>(sums, weights, memory);
     else if (N_PARTS == 2 || group.part == 1) multiply_part<TYPE_1>(sums, weights, memory);
     else multiply_part<TYPE_2>(sums, weights, memory);
     __syncwarp();
     fill(call, index + STAGES * n_warps, n_groups, ring + stage * STAGE_BYTES, barrier + stage);
-    finish(call, group, sums);
+    finish(call, group, sums, out, old);
     if (++stage == STAGES) stage = 0, round++;
   }
 }

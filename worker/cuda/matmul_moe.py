@@ -52,17 +52,18 @@ class RouterRule(msgspec.Struct, frozen=True):
     weights_scale: float = 1.0
 
 
-class _RouterStruct(ctypes.Structure):
+class _RuleStruct(ctypes.Structure):
     _fields_ = [
-        ("ids", c_uint64),
-        ("weights", c_uint64),
         ("logits", c_uint64),
         ("bias", c_uint64),
-        ("logit_factor", c_float),
         ("weights_scale", c_float),
         ("sigmoid", c_int),
         ("normalise", c_int),
     ]
+
+
+class _RouterStruct(ctypes.Structure):
+    _fields_ = [("ids", c_uint64), ("weights", c_uint64), ("rule", _RuleStruct)]
 
 
 class _GateUpStruct(ctypes.Structure):
@@ -213,14 +214,21 @@ def _function(
 def _router_struct(choice: Chosen | RouterRule) -> _RouterStruct:
     if isinstance(choice, Chosen):
         return _RouterStruct(ids=choice.ids, weights=choice.weights)
-    return _RouterStruct(
-        logits=choice.logits,
-        bias=choice.bias,
-        logit_factor=1.0,
-        weights_scale=choice.weights_scale,
-        sigmoid=int(choice.is_sigmoid),
-        normalise=int(choice.normalize),
+    rule = _RuleStruct(
+        choice.logits, choice.bias, choice.weights_scale, int(choice.is_sigmoid), int(choice.normalize)
     )
+    return _RouterStruct(rule=rule)
+
+
+def router_logits(
+    launcher: Launcher, matrix: GpuMatrix, values: int, norm: Norm, logits: int, pdl: bool = True
+) -> None:
+    """Enqueue logits f32 [rows] of one token, values f32 [cols] before the norm; a float matrix, cols % 4 == 0."""
+    warps = min(8, max(1, -(-matrix.cols // 1024)))
+    defines = {"COLS": matrix.cols, "WEIGHT_TYPE": matrix.type_id, "WARPS": warps}
+    function = launcher.function("moe_logits.cu", "logits_of_one", defines)
+    args = (matrix.pointer, norm.weights, values, logits, c_float(norm.epsilon))
+    launcher.launch(function, matrix.rows, warps * 32, 0, args, pdl)
 
 
 def _gate_up(

@@ -19,12 +19,7 @@ constexpr int TOKEN_BYTES = QuantisedToken<COLS>::BYTES;
 struct Router {
   const int* ids;        // [TOKENS][N_USED], read unless CHOOSE
   const float* weights;  // [TOKENS][N_USED]
-  const float* logits;   // [N_EXPERTS], read with CHOOSE
-  const float* bias;     // or null
-  float logit_factor;
-  float weights_scale;
-  int sigmoid;
-  int normalise;
+  RouterRule rule;       // read with CHOOSE
 };
 
 struct Experts {
@@ -32,23 +27,18 @@ struct Experts {
   float weights[TOKENS * N_USED];
 };
 
-// ids and weights of all tokens into shared memory; ends with a barrier
-INLINE void find_experts(Experts& experts, const Router& router) {
+// ids and, if wanted, weights of all tokens into shared memory; ends with a barrier
+INLINE void find_experts(Experts& experts, const Router& router, bool with_weights) {
 #if CHOOSE
-  __shared__ Chosen<N_EXPERTS, N_USED> chosen;
-  choose_experts<N_EXPERTS, N_USED, THREADS>(chosen, router.logits, router.bias, router.logit_factor, router.sigmoid,
-                                             router.normalise, router.weights_scale);
-  if (threadIdx.x < N_USED) {
-    experts.ids[threadIdx.x] = chosen.ids[threadIdx.x];
-    experts.weights[threadIdx.x] = chosen.weights[threadIdx.x];
-  }
+  __shared__ ChoiceMemory<N_EXPERTS> memory;
+  choose_experts<N_EXPERTS, N_USED, THREADS>(memory, experts.ids, with_weights ? experts.weights : nullptr, router.rule);
 #else
   for (int i = threadIdx.x; i < TOKENS * N_USED; i += THREADS) {
     experts.ids[i] = DENSE ? 0 : __ldcg(router.ids + i);
     experts.weights[i] = DENSE ? 1.f : __ldcg(router.weights + i);
   }
-#endif
   __syncthreads();
+#endif
 }
 
 // One unit of ROWS rows with one token's activations.

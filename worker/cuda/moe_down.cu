@@ -48,13 +48,20 @@ INLINE void stage_hidden(const DownCall& call, const Experts& experts, u8* memor
     token.sums()[group] *= experts.weights[slot];
   }
 #else
-  constexpr int CHUNKS = UNITS * 16;  // of four columns
-  for (int base = 0; base < TOKENS * N_USED * CHUNKS; base += THREADS) {
-    int i = base + threadIdx.x, slot = min(i / CHUNKS, TOKENS * N_USED - 1), column = i % CHUNKS * 4;
-    bool inside = i < TOKENS * N_USED * CHUNKS && column < COLS;
-    float4 v = inside ? load_fresh4(call.hidden + (u64)slot * COLS + column) : make_float4(0, 0, 0, 0);
-    if (i >= TOKENS * N_USED * CHUNKS) column = UNITS * 64;  // stores nothing
-    quantise4<COLS>(QuantisedToken<COLS>{memory + slot * TOKEN_BYTES}, v, column, experts.weights[slot]);
+  constexpr int CHUNKS = UNITS * 16, ALL = TOKENS * N_USED * CHUNKS, BATCH = 4;  // chunks of four columns
+  for (int base = threadIdx.x; base < (ALL + THREADS - 1) / THREADS * THREADS; base += BATCH * THREADS) {
+    float4 v[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      int i = base + b * THREADS, slot = i / CHUNKS, column = i % CHUNKS * 4;
+      v[b] = i < ALL && column < COLS ? load_fresh4(call.hidden + (u64)slot * COLS + column) : make_float4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      int i = base + b * THREADS, slot = min(i / CHUNKS, TOKENS * N_USED - 1);
+      int column = i < ALL ? i % CHUNKS * 4 : UNITS * 64;  // beyond: stores nothing
+      quantise4<COLS>(QuantisedToken<COLS>{memory + slot * TOKEN_BYTES}, v[b], column, experts.weights[slot]);
+    }
   }
 #endif
 }
@@ -70,7 +77,7 @@ KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
   ring_init(barrier, STAGES);
   let_next_start();
   if (!(CHOOSE_EARLY || DENSE)) wait_for_inputs();
-  find_experts(experts, call.router);
+  find_experts(experts, call.router, true);
 #pragma unroll
   for (int s = 0; s < STAGES; s++)
     fill_row(call, experts, first + s * n_warps, n_groups, ring + s * STAGE_BYTES, barrier + s);
@@ -80,9 +87,12 @@ KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
   __syncthreads();
   int stage = 0, round = 0;
   for (int index = first; index < n_groups; index += n_warps) {
-    ring_wait<STAGES - 1>(barrier + stage, round);
     int token = index / per_token, row = index % per_token * ROWS;
-    float sums[ROWS] = {};
+    float* out = call.output + (u64)token * call.output_stride + row + lane_id();
+    bool writes = lane_id() < ROWS && row + (int)lane_id() < call.rows;
+    float old = writes && call.accumulate ? __ldcg(out) : 0.f;  // on its way while the weights are waited for
+    float sums[ROWS] = {}, y = 0;
+    ring_wait<STAGES - 1>(barrier + stage, round);
     for (int i = lane_id(); i < N_USED * UNITS; i += 32) {
       int slot = i / UNITS, unit = i % UNITS;
       UnitActivations x;
@@ -93,11 +103,10 @@ KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
     fill_row(call, experts, index + STAGES * n_warps, n_groups, ring + stage * STAGE_BYTES, barrier + stage);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      float y = warp_sum(sums[r]);
-      if (lane_id() != r || row + r >= call.rows) continue;
-      float* out = call.output + (u64)token * call.output_stride + row + r;
-      *out = call.accumulate ? __ldcg(out) + y : y;
+      float sum = warp_sum(sums[r]);
+      if (lane_id() == r) y = sum;
     }
+    if (writes) *out = old + y;
     if (++stage == STAGES) stage = 0, round++;
   }
 }

@@ -44,23 +44,40 @@ INLINE void fill_pair(const GateUpCall& call, const Experts& experts, int index,
   ring_commit();
 }
 
-INLINE void stage_inputs(const GateUpCall& call, u8* memory, float* scratch) {
+// What of the first token is fetched ahead: its row as soon as the inputs are there, the norm before.
+struct Ahead {
+#if PROLOGUE != QUANTISED
+  RowShare<COLS, THREADS> row;
+#endif
+#if PROLOGUE == NORMED
+  RowShare<COLS, THREADS> norm;
+#endif
+};
+INLINE void fetch_norm(Ahead& ahead, const GateUpCall& call) {
+#if PROLOGUE == NORMED
+  ahead.norm.template load<false>(call.norm);
+#endif
+}
+INLINE void fetch_row(Ahead& ahead, const GateUpCall& call) {
+#if PROLOGUE != QUANTISED
+  ahead.row.template load<true>(call.values);
+#endif
+}
+
+INLINE void stage_inputs(const GateUpCall& call, Ahead& ahead, u8* memory, float* scratch) {
   for (int t = 0; t < TOKENS; t++) {
     QuantisedToken<COLS> token = {memory + t * TOKEN_BYTES};
 #if PROLOGUE == QUANTISED
     stage_quantised<COLS, THREADS>(token, call.codes + (u64)t * COLS, call.scales + t * (COLS / 32),
                                    call.sums + t * (COLS / 32));
 #else
-    RowShare<COLS, THREADS> row;
-    row.template load<true>(call.values + (u64)t * COLS);
+    if (t > 0) ahead.row.template load<true>(call.values + (u64)t * COLS);
 #if PROLOGUE == NORMED
-    RowShare<COLS, THREADS> norm;
-    norm.template load<false>(call.norm);
-    float inverse_rms = rsqrtf(block_sum<THREADS>(row.squares(), scratch) * (1.f / COLS) + call.norm_epsilon);
-    row.normalise(norm, inverse_rms);
+    float inverse_rms = rsqrtf(block_sum<THREADS>(ahead.row.squares(), scratch) * (1.f / COLS) + call.norm_epsilon);
+    ahead.row.normalise(ahead.norm, inverse_rms);
     if (TOKENS > 1) __syncthreads();
 #endif
-    row.quantise(token, 1.f);
+    ahead.row.quantise(token, 1.f);
 #endif
   }
 }
@@ -75,18 +92,22 @@ KERNEL __launch_bounds__(THREADS) gate_up(const __grid_constant__ GateUpCall cal
   u8* ring = memory + TOKENS * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
   u64* barrier = barriers + warp_id() * STAGES;
   ring_init(barrier, STAGES);
-  if (DENSE) {
-    let_next_start();
-  } else {
+  Ahead ahead;
+  fetch_norm(ahead, call);
+  if (!DENSE) {
     wait_for_inputs();
-    let_next_start();  // not before: the kernel behind reads the router's result without waiting for this one
+    fetch_row(ahead, call);
   }
-  find_experts(experts, call.router);
+  let_next_start();  // in a mixture not before the wait: the kernel behind reads the router's result without waiting
+  find_experts(experts, call.router, false);
 #pragma unroll
   for (int s = 0; s < STAGES; s++)
     fill_pair(call, experts, first + s * n_warps, n_groups, ring + s * STAGE_BYTES, barrier + s);
-  if (DENSE) wait_for_inputs();
-  stage_inputs(call, memory, scratch);
+  if (DENSE) {
+    wait_for_inputs();
+    fetch_row(ahead, call);
+  }
+  stage_inputs(call, ahead, memory, scratch);
   __syncthreads();
   int stage = 0, round = 0;
   for (int index = first; index < n_groups; index += n_warps) {

@@ -6,7 +6,7 @@ from worker.cuda import linear
 from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix
 from worker.cuda.matmul import Activations, Epilogue, Norm, Part
-from worker.cuda.matmul_moe import Chosen, Experts, RouterRule
+from worker.cuda.matmul_moe import Chosen, Experts, RouterRule, router_logits
 from worker.cuda.memory import aligned
 from worker.cuda.prefill import Blas, matrix_halves_bytes
 from worker.cuda.values import Rows
@@ -117,8 +117,9 @@ class Products:
         self, source: Rows, matrix: GpuMatrix, bias: int, gating: int, normalize: bool, scale: float
     ) -> RouterRule:
         """For one token, whose norm is folded: the logits, and how the mixture will choose from them."""
-        parts = [Part(matrix, self._logits, matrix.rows)]
-        linear.linear(self._launcher, parts, _activations(source, 1), 1, norm=_norm(source, 1), pdl=self._pdl)
+        norm = _norm(source, 1)
+        assert norm and source.norm
+        router_logits(self._launcher, matrix, source.norm.values, norm, self._logits, self._pdl)
         return RouterRule(self._logits, bias, gating == 1, normalize, scale)
 
     def moe_of_one(

@@ -3,12 +3,18 @@
 #pragma once
 #include "common.cuh"
 
-template <int EXPERT_COUNT, int USED_COUNT>
-struct Chosen {
-  float logits[EXPERT_COUNT];
-  int keys[EXPERT_COUNT];  // scores that steer the choice, as integers of the same order
-  int ids[USED_COUNT];
-  float weights[USED_COUNT];
+struct RouterRule {
+  const float* logits;
+  const float* bias;  // steers the choice; or null
+  float weights_scale;
+  int sigmoid;  // else softmax
+  int normalise;
+};
+
+template <int EXPERT_COUNT>
+struct ChoiceMemory {
+  float scores[EXPERT_COUNT];  // logits, or their sigmoids
+  int keys[EXPERT_COUNT];      // what ranks them, as integers of the same order
 };
 
 INLINE int ordered_key(float value) {
@@ -16,54 +22,70 @@ INLINE int ordered_key(float value) {
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
-// Fills ids and weights; starts and ends with a barrier of the block. `bias` may be null. The router's inputs may come
-// without 1 / rms applied: `logit_factor` is that factor.
+// Largest logit and the sum of exponentials above it, in every lane of a warp.
+template <int EXPERT_COUNT>
+INLINE void softmax_mass(const ChoiceMemory<EXPERT_COUNT>& memory, float& top, float& total) {
+  top = -1e30f, total = 0;
+  for (int e = lane_id(); e < EXPERT_COUNT; e += 32) top = fmaxf(top, memory.scores[e]);
+  top = warp_max(top);
+  for (int e = lane_id(); e < EXPERT_COUNT; e += 32) total += __expf(memory.scores[e] - top);
+  total = warp_sum(total);
+}
+
+// Weights of the chosen, by the first USED_COUNT threads.
+template <int EXPERT_COUNT, int USED_COUNT>
+INLINE void choice_weights(const ChoiceMemory<EXPERT_COUNT>& memory, const int* ids, float* weights,
+                           const RouterRule& rule) {
+  float top = 0, total = 1, sum = 0, own = 0;
+  if (!rule.sigmoid && rule.normalise) top = memory.scores[ids[0]];
+  if (!rule.sigmoid && (rule.bias || !rule.normalise)) softmax_mass(memory, top, total);
+  if (threadIdx.x >= USED_COUNT) return;
+#pragma unroll
+  for (int k = 0; k < USED_COUNT; k++) {
+    float score = memory.scores[ids[k]];
+    if (!rule.sigmoid) score = __expf(score - top);
+    sum += score;
+    if (k == (int)threadIdx.x) own = score;
+  }
+  weights[threadIdx.x] = own / (rule.normalise ? sum : total) * rule.weights_scale;
+}
+
+// Fills ids [USED_COUNT] and, if not null, weights, in shared memory; the whole block calls, and must not have used
+// `memory` since a barrier. Ends with a barrier.
 template <int EXPERT_COUNT, int USED_COUNT, int N_THREADS>
-INLINE void choose_experts(Chosen<EXPERT_COUNT, USED_COUNT>& chosen, const float* logits, const float* bias, float logit_factor,
-                           bool sigmoid, bool normalise, float weights_scale) {
+INLINE void choose_experts(ChoiceMemory<EXPERT_COUNT>& memory, int* ids, float* weights, const RouterRule& rule) {
   constexpr int SPLIT = 4;  // threads that count for one expert
-  __syncthreads();
   for (int e = threadIdx.x; e < EXPERT_COUNT; e += N_THREADS) {
-    float logit = load_fresh(logits + e) * logit_factor;
-    chosen.logits[e] = sigmoid ? 1.f / (1.f + __expf(-logit)) : logit;
+    float score = load_fresh(rule.logits + e);
+    if (rule.sigmoid) score = 1.f / (1.f + __expf(-score));
+    memory.scores[e] = score;
+    memory.keys[e] = ordered_key(score);
   }
   __syncthreads();
-  float top = -1e30f, total = 0;
-  if (!sigmoid && (bias || !normalise)) {  // only then is the sum over all experts needed
-    for (int e = lane_id(); e < EXPERT_COUNT; e += 32) top = fmaxf(top, chosen.logits[e]);
-    top = warp_max(top);
-    for (int e = lane_id(); e < EXPERT_COUNT; e += 32) total += __expf(chosen.logits[e] - top);
-    total = warp_sum(total);
+  if (rule.bias) {
+    float top, total;
+    softmax_mass(memory, top, total);
+    for (int e = threadIdx.x; e < EXPERT_COUNT; e += N_THREADS) {
+      float score = rule.sigmoid ? memory.scores[e] : __expf(memory.scores[e] - top) / total;
+      memory.keys[e] = ordered_key(score + rule.bias[e]);
+    }
+    __syncthreads();
   }
-  for (int e = threadIdx.x; e < EXPERT_COUNT; e += N_THREADS) {
-    float score = chosen.logits[e];
-    if (bias) score = (sigmoid ? score : __expf(score - top) / total) + bias[e];
-    chosen.keys[e] = ordered_key(score);
-  }
-  __syncthreads();
+#pragma unroll
   for (int base = 0; base < EXPERT_COUNT * SPLIT; base += N_THREADS) {
     int e = (base + threadIdx.x) / SPLIT, rank = 0;
-    int key = e < EXPERT_COUNT ? chosen.keys[e] : 0;
+    int key = e < EXPERT_COUNT ? memory.keys[e] : 0;
+#pragma unroll 8
     for (int j = threadIdx.x % SPLIT; j < EXPERT_COUNT; j += SPLIT) {
-      int other = chosen.keys[j];
+      int other = memory.keys[j];
       rank += other > key || (other == key && j < e);
     }
     rank += __shfl_xor_sync(FULL_WARP, rank, 1);
     rank += __shfl_xor_sync(FULL_WARP, rank, 2);
-    if (e < EXPERT_COUNT && rank < USED_COUNT && threadIdx.x % SPLIT == 0) chosen.ids[rank] = e;
+    if (e < EXPERT_COUNT && rank < USED_COUNT && threadIdx.x % SPLIT == 0) ids[rank] = e;
   }
   __syncthreads();
-  if (threadIdx.x < USED_COUNT) {
-    float sum = 0, own = 0;
-    float reference = sigmoid ? 0 : bias || !normalise ? top : chosen.logits[chosen.ids[0]];
-    for (int k = 0; k < USED_COUNT; k++) {
-      float score = chosen.logits[chosen.ids[k]];
-      if (!sigmoid) score = __expf(score - reference);
-      sum += score;
-      if (k == (int)threadIdx.x) own = score;
-    }
-    float divisor = normalise ? sum : sigmoid ? 1.f : total;
-    chosen.weights[threadIdx.x] = own / divisor * weights_scale;
-  }
+  if (!weights) return;
+  if (threadIdx.x < 32) choice_weights<EXPERT_COUNT, USED_COUNT>(memory, ids, weights, rule);
   __syncthreads();
 }

@@ -38,6 +38,8 @@ def _gemv_variants() -> Iterator[Variant]:
 
 
 def _moe_variants() -> Iterator[Variant]:
+    for kind in _FLOATS:
+        yield "moe_logits.cu", {"COLS": 512, "WEIGHT_TYPE": kind, "WARPS": 2}
     shape = {"COLS": 512, "WARPS": 8, "STAGES": 1, "ROWS": 1, "N_EXPERTS": 8, "N_USED": 2, "TYPE_0": 12}
     for activation, tokens, choose, prologue in ((0, 1, 1, 2), (1, 4, 0, 0)):
         common = {"ACTIVATION": activation, "TOKENS": tokens, "CHOOSE": choose, "CHOOSE_EARLY": choose}
