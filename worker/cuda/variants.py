@@ -59,7 +59,7 @@ def _element_variants() -> Iterator[Variant]:
 def _attention_variants() -> Iterator[Variant]:
     for head_dim in (64, 80, 96, 128, 256):
         for is_q8 in (0, 1) if head_dim % 32 == 0 else (0,):
-            cache = {"HEAD_DIM": head_dim, "KV_Q8": is_q8}
+            cache: dict[str, int | float | str] = {"HEAD_DIM": head_dim, "KV_Q8": is_q8}
             yield "rope.cu", cache
             for fused in (0, 1):
                 cut = {**cache, "FUSED": fused}
