@@ -21,13 +21,8 @@ from planner.measure import ROUNDS_PLANNED, Lengths, Measurement, MeasureTask, c
 from planner.memory import host_limit_bytes
 from planner.pool import EnginePool
 from planner.probe import unmeasured
-<<<<<<< HEAD
-from planner.prompts import Material, load_texts, texts_sha256
-from planner.search import Candidate, SearchResult, check_limits, request_s, search
-=======
 from planner.prompts import Material, PromptText, load_texts, texts_sha256
-from planner.search import Candidate, SearchResult, search
->>>>>>> main
+from planner.search import Candidate, SearchResult, check_limits, request_s, search
 from planner.select import Selection, select
 from planner.workload import PlanRequest, make_workload
 from plans.card import ModelCard

@@ -6,6 +6,8 @@ weighted means of values of size one, so errors stay near 1e-3; CUDA cores keep 
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -110,7 +112,15 @@ DECODES = [
     (Heads(8, 4, 256), False, 64, 50.0, [140, 33]),
     (Heads(4, 1, 256), True, 0, 0.0, [99]),
 ]
-PLANS = [(False, 1), (False, 5), (True, 1), (True, 3)]  # tensor cores, splits
+PLANS = [(False, 0), (False, 1), (False, 5), (True, 1), (True, 3)]  # tensor cores, splits (0: the planner's)
+
+
+def plan_for(machine: Machine, heads: Heads, n_rows: int, *, tensor_cores: bool, splits: int) -> DecodePlan:
+    """A plan that meets in global memory, however many splits; for 0 splits what the planner says for 512 tokens."""
+    if splits == 0:
+        return attention.plan_decode(machine.launcher, heads, n_rows, 512)
+    plan = attention.plan_decode(machine.launcher, heads, n_rows, 4096 if tensor_cores else 64)
+    return dataclasses.replace(plan, n_splits=splits, is_cluster=False)
 
 
 @pytest.mark.parametrize(("tensor_cores", "splits"), PLANS)
@@ -132,11 +142,9 @@ def test_decode_attention(
     n = len(lengths)
     q = rng.standard_normal((n, heads.n_heads, heads.head_dim)).astype(np.float32)
     positions = np.array(lengths, np.int32) - 1
-    plan = attention.plan_decode(machine.launcher, heads, n, 4096 if tensor_cores else 64)
-    plan = DecodePlan(tensor_cores, splits, plan.heads_per_block, plan.n_warps, plan.n_stages)
+    plan = plan_for(machine, heads, n, tensor_cores=tensor_cores, splits=splits)
     width = heads.n_heads * heads.head_dim
-    workspace = machine.empty(4 * 16384 + 4 * n * splits * heads.n_heads * (heads.head_dim + 2), np.uint8)
-    clear = np.full(4 * 16384 + 4 * n * splits * heads.n_heads * (heads.head_dim + 2), 0xFF, np.uint8)
+    clear = np.full(4 * 16384 + 4 * n * plan.n_splits * heads.n_heads * (heads.head_dim + 2), 0xFF, np.uint8)
     clear[: 4 * 16384] = 0
     workspace = machine.put(clear)
     has_codes = heads.head_dim % 32 == 0
@@ -205,9 +213,8 @@ def test_fused_decode_is_rope_then_attention(
     frequencies = (10000.0 ** (-np.arange(rope_dim // 2) / (rope_dim // 2))).astype(np.float32)
     rope = Rope(*(norms if has_norms else [0, 0]), machine.put(frequencies), rope_dim, style, 1e-6, 1.0)
     step = cache.step(np.array(lengths, np.int32) - 1, np.arange(n, dtype=np.int32))
-    plan = attention.plan_decode(machine.launcher, heads, n, 4096 if tensor_cores else 64)
-    plan = DecodePlan(tensor_cores, splits, plan.heads_per_block, plan.n_warps, plan.n_stages)
-    workspace = machine.zeros(4 * 16384 + 4 * n * splits * heads.n_heads * (heads.head_dim + 2))
+    plan = plan_for(machine, heads, n, tensor_cores=tensor_cores, splits=splits)
+    workspace = machine.zeros(4 * 16384 + 4 * n * plan.n_splits * heads.n_heads * (heads.head_dim + 2))
     results = []
     for is_fused in (True, False):
         query, key, value = (machine.put(x) for x in (q, k, v))

@@ -193,10 +193,14 @@ class DecodePlan:
     heads_per_block: int
     n_warps: int
     n_stages: int = 1
+    is_cluster: bool = (
+        False  # the splits are the blocks of a cluster (or there is one split): 1, 2, 4 or 8 of them
+    )
 
 
 _MAX_SPLITS = 64
 _SHORT_BLOCKS_PER_SM, _LONG_BLOCKS_PER_SM = 2, 1
+_MAX_CLUSTER = 8  # what every card with clusters can place
 _COUNTERS = 16384
 _STATIC_SHARED_BYTES = 24 * 1024  # at most, of 16 heads of 256 values
 _PAGES_IN_SHARED = ((4, 2), (4, 1), (2, 1), (1, 1))
@@ -218,7 +222,12 @@ def plan_decode(launcher: Launcher, heads: Heads, n_rows: int, context_tokens: i
     wanted = max(1, -(-pages // pages_per_split))
     blocks_per_sm = _LONG_BLOCKS_PER_SM if tensor_cores else _SHORT_BLOCKS_PER_SM
     room = max(1, blocks_per_sm * launcher.sm_count // blocks)
-    return DecodePlan(tensor_cores, min(wanted, room, _MAX_SPLITS), heads_per_block, n_warps, n_stages)
+    n_splits = min(wanted, room, _MAX_SPLITS)
+    can_cluster = launcher.capability >= 90 and not tensor_cores
+    if can_cluster and n_splits > 1:
+        n_splits = min(_MAX_CLUSTER, 1 << (n_splits.bit_length() - 1))
+    is_cluster = can_cluster or n_splits == 1
+    return DecodePlan(tensor_cores, n_splits, heads_per_block, n_warps, n_stages, is_cluster)
 
 
 def _pages_in_shared(launcher: Launcher, heads: Heads) -> tuple[int, int]:
@@ -306,15 +315,17 @@ def decode_attention(
     )
     defines = _defines(heads, kv)
     defines |= {"HEADS": plan.heads_per_block, "WARPS": plan.n_warps, "FUSED": int(fresh is not None)}
+    defines |= {"CLUSTER": plan.n_splits if plan.is_cluster else 0}
+    cluster = max(1, defines["CLUSTER"])
     grid = (plan.n_splits, heads.n_kv_heads * head_blocks, n_rows)
     if plan.tensor_cores:
         defines |= {"STAGES": plan.n_stages}
         function = launcher.function("attention_decode_long.cu", "attention_decode_long", defines)
         shared_bytes = _long_shared_bytes(heads, plan)
-        launcher.launch(function, grid, 32 * plan.n_warps, shared_bytes, (call,), pdl)
+        launcher.launch(function, grid, 32 * plan.n_warps, shared_bytes, (call,), pdl, cluster)
     else:
         function = launcher.function("attention_decode.cu", "attention_decode", defines)
-        launcher.launch(function, grid, 32 * plan.n_warps, 0, (call,), pdl)
+        launcher.launch(function, grid, 32 * plan.n_warps, 0, (call,), pdl, cluster)
 
 
 def prefill_tile_rows(heads: Heads) -> int:

@@ -131,18 +131,54 @@ INLINE void start_after_previous() {
 // it. What the other blocks wrote before is visible to the last one past L1 (__ldcg).
 INLINE bool is_last_block(u32* counter, u32 n_blocks) {
   __shared__ u32 arrived;
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) arrived = atomicInc(counter, n_blocks - 1);
+  if (threadIdx.x == 0) {  // its fences speak for the block: the barriers order the other threads' accesses around them
+    __threadfence();
+    arrived = atomicInc(counter, n_blocks - 1);
+    __threadfence();
+  }
   __syncthreads();
-  if (arrived != n_blocks - 1) return false;
-  __threadfence();
-  return true;
+  return arrived == n_blocks - 1;
+}
+
+// ---- shared memory ----
+INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// ---- clusters: blocks along x that can read each other's shared memory; Hopper and later ----
+// All threads of all blocks of the cluster meet; what they wrote to shared memory before is visible after.
+INLINE void meet_in_cluster() {
+#if HAS_HOPPER
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// Address of the same place in the shared memory of block `rank` of the cluster, for the reads below.
+INLINE u32 in_block_of_cluster(const void* own, u32 rank) {
+  u32 address = shared_address(own);
+#if HAS_HOPPER
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+#endif
+  return address;
+}
+INLINE float4 read_cluster4(u32 address) {
+  float4 v = make_float4(0, 0, 0, 0);
+#if HAS_HOPPER
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+#endif
+  return v;
+}
+INLINE float2 read_cluster2(u32 address) {
+  float2 v = make_float2(0, 0);
+#if HAS_HOPPER
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+#endif
+  return v;
 }
 
 // ---- copies into shared memory ----
-INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
 // 16 bytes per thread, asynchronous from Ampere on; `valid` false writes zeros
 INLINE void copy_async16(void* target, const void* source, bool valid) {
 #if HAS_AMPERE

@@ -1,4 +1,5 @@
 // What both forms of decode attention share: the call, what a block is to do, the heads it prepares, and the end.
+// -DCLUSTER: all splits of a head are the blocks of one cluster of that size, 0: they meet in global memory.
 // -DFUSED: queries and keys come as the projections left them; norms, rotation and the write into the cache happen here.
 #pragma once
 #include "attention.cuh"
@@ -12,6 +13,9 @@
 #endif
 #ifndef FUSED
 #define FUSED 0
+#endif
+#ifndef CLUSTER
+#define CLUSTER 0
 #endif
 
 struct DecodeCall {  // _DecodeCall in attention.py
@@ -107,26 +111,89 @@ struct WarpSums {
   INLINE float2& mass(int warp, int head) const { return masses[warp * HEADS + head]; }
 };
 
-// Merges the warps, leaves the block's share for the merge of the splits, and does that where it is the last block.
+// A block's part of a result: the sum of its warps.
+struct BlockPart {
+  float largest, mass, sum;
+};
+
+template <int Stride>
+INLINE BlockPart merge_warps(const WarpSums<Stride>& warps, int head, int dim) {
+  BlockPart part = {kNoScore, 0.0f, 0.0f};
+#pragma unroll
+  for (int warp = 0; warp < WARPS; ++warp) part.largest = fmaxf(part.largest, warps.mass(warp, head).x);
+#pragma unroll
+  for (int warp = 0; warp < WARPS; ++warp) {
+    const float2 own = warps.mass(warp, head);
+    const float fade = exp2f(own.x - part.largest);
+    part.mass += fade * own.y;
+    part.sum += fade * warps.of(warp, head)[dim];
+  }
+  return part;
+}
+
+#if CLUSTER
+// The blocks of a cluster read each other's parts; each finishes every CLUSTER-th group of 32 values. Four groups of 8
+// lanes share the blocks of one such group.
+template <int Stride>
+INLINE void finish(const DecodeCall& call, const DecodeBlock& block, const WarpSums<Stride>& warps) {
+  __shared__ __align__(16) float sums[HEADS][HEAD_DIM];
+  __shared__ __align__(16) float2 masses[HEADS];
+  for (int index = threadIdx.x; index < block.n_here * HEAD_DIM; index += 32 * WARPS) {
+    const BlockPart part = merge_warps(warps, index / HEAD_DIM, index % HEAD_DIM);
+    sums[index / HEAD_DIM][index % HEAD_DIM] = part.sum;
+    if (index % HEAD_DIM == 0) masses[index / HEAD_DIM] = make_float2(part.largest, part.mass);
+  }
+  if (CLUSTER > 1) meet_in_cluster();
+  else __syncthreads();
+  const int lane = threadIdx.x % 32, vectors = block.n_here * HEAD_DIM / 4;
+  for (int group = blockIdx.x + threadIdx.x / 32 * CLUSTER; group < (vectors + 7) / 8; group += WARPS * CLUSTER) {
+    const int vector = min(8 * group + lane % 8, vectors - 1), head = 4 * vector / HEAD_DIM;
+    float2 parts[CLUSTER];
+    float largest = kNoScore, mass = 0.0f;
+#pragma unroll
+    for (int rank = 0; rank < CLUSTER; ++rank) {
+      parts[rank] = CLUSTER > 1 ? read_cluster2(in_block_of_cluster(&masses[head], rank)) : masses[head];
+      largest = fmaxf(largest, parts[rank].x);
+    }
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int rank = 0; rank < CLUSTER; ++rank) {
+      const float weight = exp2f(parts[rank].x - largest);
+      mass += weight * parts[rank].y;
+      if (rank % 4 != lane / 8) continue;
+      const float* own = &sums[head][4 * vector % HEAD_DIM];
+      const float4 sum = CLUSTER > 1 ? read_cluster4(in_block_of_cluster(own, rank)) : *(const float4*)own;
+      total = make_float4(total.x + weight * sum.x, total.y + weight * sum.y, total.z + weight * sum.z,
+                          total.w + weight * sum.w);
+    }
+#pragma unroll
+    for (int offset = 8; offset < 32; offset <<= 1) {
+      total.x += __shfl_xor_sync(FULL_WARP, total.x, offset);
+      total.y += __shfl_xor_sync(FULL_WARP, total.y, offset);
+      total.z += __shfl_xor_sync(FULL_WARP, total.z, offset);
+      total.w += __shfl_xor_sync(FULL_WARP, total.w, offset);
+    }
+    const float inverse = 1.0f / mass;
+    total = make_float4(total.x * inverse, total.y * inverse, total.z * inverse, total.w * inverse);
+    const bool stores = lane < 8 && 8 * group + lane < vectors;
+    store_four(call.out, ((u64)block.row * call.n_heads + block.first_head) * HEAD_DIM + 4 * (u64)vector, total,
+               stores ? 4 : 0);
+  }
+  if (CLUSTER > 1) meet_in_cluster();  // nobody may still read from a block that is gone
+}
+#else
+// Leaves the block's part for the merge of the splits, and does that where it is the last block.
 template <int Stride>
 INLINE void finish(const DecodeCall& call, const DecodeBlock& block, const WarpSums<Stride>& warps) {
   const Partials partials(call.partials, gridDim.z, call.n_heads, gridDim.x);
   for (int index = threadIdx.x; index < block.n_here * HEAD_DIM; index += 32 * WARPS) {
     const int head = index / HEAD_DIM, dim = index % HEAD_DIM;
-    float largest = kNoScore, mass = 0.0f, sum = 0.0f;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, warps.mass(warp, head).x);
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
-      const float2 own = warps.mass(warp, head);
-      const float fade = exp2f(own.x - largest);
-      mass += fade * own.y;
-      sum += fade * warps.of(warp, head)[dim];
-    }
+    const BlockPart part = merge_warps(warps, head, dim);
     const u64 at = partials.index(block.row, block.first_head + head, blockIdx.x);
-    partials.sums[at * HEAD_DIM + dim] = sum;
-    if (dim == 0) partials.masses[at] = make_float2(largest, mass);
+    partials.sums[at * HEAD_DIM + dim] = part.sum;
+    if (dim == 0) partials.masses[at] = make_float2(part.largest, part.mass);
   }
   if (!is_last_block(call.counters + block.row * gridDim.y + blockIdx.y, gridDim.x)) return;
   merge_splits<HEADS, 32 * WARPS>(partials, block.row, block.first_head, block.n_here, call.out);
 }
+#endif

@@ -1,8 +1,8 @@
 """Start-up tuning of decode graphs: which kernels gain from starting before the kernel in front of them has ended.
 
 Early blocks fetch their weights while they wait, but they also take room from kernels that have more to do; which of
-the two counts is a matter of shapes and cards. Results are the same either way, so each kernel's edge is tried both ways on
-the model's own graph and the faster one is kept. Also says where a token's time goes, for the log.
+the two counts is a matter of shapes and cards. Results are the same either way, so each kernel's edge is tried both
+ways on the model's own graph and the faster one is kept. Also says where a token's time goes, for the log.
 """
 
 from __future__ import annotations

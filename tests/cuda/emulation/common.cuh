@@ -234,3 +234,9 @@ inline void load_tiles_transposed(u32 (&tiles)[4], const void* row) {
     return 0;
   });
 }
+
+// clusters of one block only
+inline void meet_in_cluster() {}
+inline u32 in_block_of_cluster(const void*, u32) { return 0; }
+inline float4 read_cluster4(u32) { return make_float4(0, 0, 0, 0); }
+inline float2 read_cluster2(u32) { return make_float2(0, 0); }
