@@ -131,6 +131,25 @@ class _DecodeCall(ctypes.Structure):
     ]
 
 
+class _PrefillCall(ctypes.Structure):
+    """`PrefillCall` of attention_prefill.cu."""
+
+    _fields_ = [
+        ("query", ctypes.c_uint64),
+        ("tiles", ctypes.c_uint64),
+        ("kv", ctypes.c_uint64 * 4),
+        ("page_tables", ctypes.c_uint64),
+        ("out_values", ctypes.c_uint64),
+        ("out_halves", ctypes.c_uint64),
+        ("n_heads", c_int),
+        ("n_kv_heads", c_int),
+        ("max_pages", c_int),
+        ("window", c_int),
+        ("scale", c_float),
+        ("cap", c_float),
+    ]
+
+
 def _rope_call(rope: Rope, heads: Heads, key: int, value: int) -> _RopeCall:
     if rope.rope_dim > heads.head_dim or rope.rope_dim % 2:
         raise EngineError(f"{rope.rope_dim} rotated dimensions in heads of {heads.head_dim}")
@@ -145,9 +164,6 @@ class Scores:
     scale: float
     cap: float = 0.0
     window: int = 0
-
-    def arguments(self) -> tuple[object, ...]:
-        return (c_float(self.scale), c_float(self.cap), c_int(self.window))
 
 
 def rope_store(
@@ -372,20 +388,22 @@ def prefill_attention(
     n_stages = _prefill_stages(launcher, heads)
     defines = _defines(heads, kv) | {"TILE_ROWS": rows, "STAGES": n_stages}
     function = launcher.function("attention_prefill.cu", "attention_prefill", defines)
-    args = (
+    call = _PrefillCall(
         query,
         tiles,
-        c_int(heads.n_heads),
-        c_int(heads.n_kv_heads),
-        *kv.arguments(),
+        (ctypes.c_uint64 * 4)(*kv.arguments()),
         step.page_tables,
-        c_int(step.max_pages),
-        *scores.arguments(),
         outputs.values,
         outputs.halves,
+        heads.n_heads,
+        heads.n_kv_heads,
+        step.max_pages,
+        scores.window,
+        scores.scale,
+        scores.cap,
     )
     shared_bytes = n_stages * _prefill_stage_bytes(heads)
-    launcher.launch(function, (heads.n_heads, n_tiles), 2 * rows, shared_bytes, args, pdl)
+    launcher.launch(function, (heads.n_heads, n_tiles), 2 * rows, shared_bytes, (call,), pdl)
 
 
 def _prefill_stage_bytes(heads: Heads) -> int:
