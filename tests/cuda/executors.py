@@ -61,8 +61,8 @@ def placement(assignments: tuple[Assignment, ...] = GPU_ONLY, **changes: Any) ->
 
 
 def load(path: Path, place: Placement | None = None, **factories: Any) -> GpuExecutor:
-    """With `factories` for a stand-in device, without for the real one."""
-    return load_gpu(path, place or placement(), max_outputs=64, **factories)
+    """With `factories` for a stand-in device, which then is not warmed up, without for the real one."""
+    return load_gpu(path, place or placement(), max_outputs=64, warms_up=not factories, **factories)
 
 
 def reference_logits(path: Path, batches: list[Batch], n_pages: int = 16) -> list[NDArray[np.float32]]:

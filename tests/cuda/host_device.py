@@ -184,6 +184,9 @@ class NumpyKernels:
     def matrix(self, type_id: int, rows: int, columns: int, experts: int, address: int) -> _HostMatrix:
         return _HostMatrix(rows, columns, experts, address)
 
+    def compile_ahead(self, enqueue: Callable[[], None]) -> None:
+        """Nothing is compiled here."""
+
     def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:
         return 1024
 

@@ -31,6 +31,7 @@ from worker.ops.lower import lower
 from worker.ops.sections import cut, restrict
 from worker.runtime.executor import CancelFlag, Output, SequencePart, StepBatch, StepCancelled
 from worker.runtime.gpu_executor import GpuExecutor
+from worker.runtime.load_gpu import load_gpu
 
 EXACT = 2e-3  # keys and values are rounded to f16
 N_VOCAB = 1024
@@ -77,6 +78,7 @@ def test_prefill_decode_and_mixed_batches_match_the_reference(model: Path) -> No
 def test_a_decoded_token_is_one_graph_launch(model: Path) -> None:
     device = HostDevice()
     executor = on_host(model, device)
+    generate(executor, [prompt(3, N_VOCAB)], 2, PAGES[:1])  # captures
     before, queued = device.graph_launches, len(device.log)
     generate(executor, [prompt(3, N_VOCAB)], 1, PAGES[:1])
     eager = len(device.log)
@@ -94,6 +96,25 @@ def test_padded_buckets_leave_other_pages_alone(model: Path) -> None:
     together = generate(executor, prompts, 5, PAGES[:3])  # three in a bucket of four
     assert together == alone
     executor.close()
+
+
+def test_warming_up_captures_decode_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    path, device = synthetic_model(tmp_path, "tiny-dense"), HostDevice()
+    executor = load_gpu(
+        path,
+        placement(max_sequences=2, ubatch_tokens=32),
+        max_outputs=16,
+        make_device=lambda _: device,
+        make_kernels=NumpyKernels,
+    )
+    assert executor.counters.graphs_captured == 3  # one and two sequences greedy, one drawn
+    before = executor.counters.graph_launches
+    generated = generate(executor, [prompt(6, N_VOCAB)], 5, PAGES[:1])
+    assert executor.counters.graph_launches - before == 4
+    executor.close()
+    cold = on_host(path)
+    assert generate(cold, [prompt(6, N_VOCAB)], 5, PAGES[:1]) == generated
+    cold.close()
 
 
 def test_log_probabilities_and_targets(model: Path) -> None:

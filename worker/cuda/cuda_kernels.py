@@ -70,6 +70,11 @@ class CudaKernels(KernelSet):
     def matrix(self, type_id: int, rows: int, columns: int, experts: int, address: int) -> GpuMatrix:
         return GpuMatrix(type_id, rows, columns, address, experts)
 
+    def compile_ahead(self, enqueue: Callable[[], None]) -> None:
+        if isinstance(self.launcher, Launcher):
+            with self.launcher.only_recording():
+                enqueue()
+
     def _scratch_parts(self, oplist: OpList, max_tokens: int, max_outputs: int) -> tuple[int, int, int]:
         """Bytes for decode attention, the router and matrices; each keeps its own, because some counters persist."""
         rows = min(max_tokens, max_outputs)

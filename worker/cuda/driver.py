@@ -6,15 +6,20 @@ CuPy owns the context, memory, streams and graphs; launches go to the driver dir
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
 from configs.errors import EngineError, EngineStartError
 from worker.cuda.loader import cubin
 from worker.cuda.nvrtc import required_nvrtc
+
+Variant = tuple[str, dict[str, int | float | str]]
 
 _DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LOCAL_BYTES, _REGISTERS = 3, 4
@@ -91,6 +96,19 @@ class Function:
         return count.value
 
 
+class _NoFunction(Function):
+    """Stands for any kernel while launches are only recorded."""
+
+    def __init__(self) -> None:
+        self.name, self.registers, self.local_bytes = "nothing", 0, 0
+
+    def blocks_per_sm(self, block: int, shared_bytes: int) -> int:
+        return 1
+
+
+_NOTHING = _NoFunction()
+
+
 class Launcher:
     """Enqueues kernels of this folder on one stream of one device whose context is current in this thread.
 
@@ -101,9 +119,10 @@ class Launcher:
         self.device = device
         self.stream = stream
         self.n_launches = 0
-        self.early_functions: dict[Function, None] | None = (
-            None  # those launched with `pdl`, where a dict is set
-        )
+        # those launched with `pdl`, where a dict is set
+        self.early_functions: dict[Function, None] | None = None
+        self._recorded: dict[tuple[Any, ...], Variant] | None = None
+        self._codes: dict[tuple[Any, ...], bytes] = {}
         facts = {name: self._device_fact(number) for name, number in _DEVICE_ATTRIBUTES.items()}
         self.capability = facts["major"] * 10 + facts["minor"]
         self.sm_count, self.shared_bytes = facts["sm_count"], facts["shared_bytes"]
@@ -128,6 +147,9 @@ class Launcher:
     ) -> Function:
         """Kernel `name` of `source` as compiled with `defines`; compiled and loaded on first use."""
         variant = (source, *sorted((defines or {}).items()))
+        if self._recorded is not None:
+            self._recorded[variant] = (source, dict(defines or {}))
+            return _NOTHING
         key = (name, *variant)
         if key not in self._functions:
             handle = c_void_p()
@@ -138,12 +160,29 @@ class Launcher:
             self._functions[key] = Function(handle, name)
         return self._functions[key]
 
+    @contextlib.contextmanager
+    def only_recording(self) -> Iterator[None]:
+        """Launches inside of the block are not made; the kernels they need are compiled at its end, side by side."""
+        self._recorded = {}
+        try:
+            yield
+        finally:
+            recorded, self._recorded = self._recorded, None
+        missing = {key: variant for key, variant in recorded.items() if key not in self._modules}
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="nvrtc") as pool:
+            codes = pool.map(self._compiled, missing.values())
+            self._codes.update(zip(missing, codes, strict=True))
+
+    def _compiled(self, variant: Variant) -> bytes:
+        source, defines = variant
+        return cubin(source, defines, self.architecture)
+
     def _module(
         self, variant: tuple[Any, ...], source: str, defines: Mapping[str, int | float | str]
     ) -> c_void_p:
         if variant not in self._modules:
             module = c_void_p()
-            code = cubin(source, defines, self.architecture)
+            code = self._codes.pop(variant, None) or cubin(source, defines, self.architecture)
             check(_library().cuModuleLoadData(ctypes.byref(module), code), f"load {variant}")
             self._modules[variant] = module
         return self._modules[variant]
@@ -163,6 +202,8 @@ class Launcher:
         `pdl` lets it start while the kernel before it still runs: only for kernels that wait for the dependency
         themselves; ignored where the card can not. `cluster` blocks along x form a cluster.
         """
+        if self._recorded is not None:
+            return
         function.allow_shared(shared_bytes)
         values = [ctypes.c_uint64(a) if isinstance(a, int) else a for a in args]
         pointers = (c_void_p * max(1, len(values)))(*[ctypes.addressof(value) for value in values])

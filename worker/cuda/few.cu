@@ -72,10 +72,12 @@ INLINE void read_inputs(Inputs& x, const MatrixCall& call, const int* sources, i
 
 typedef float Sums[M_TILES][N_TILES][4];
 
+INLINE const u8* lane_row(const u8* rows, int n) { return rows + (n * 8 + (lane_id() >> 2)) * STRIDE; }
+
 template <int TYPE>
-INLINE void multiply_tile(Sums& sums, int n, const u8* rows, int unit, const Inputs& x) {
+INLINE void multiply_tile(Sums& sums, int n, const PairedScales& scales, const u8* rows, int unit, const Inputs& x) {
   u32 b[4][2];
-  lane_fragments<TYPE, COLS>(b, rows + (n * 8 + (lane_id() >> 2)) * STRIDE, N_UNITS, unit, lane_id() & 3);
+  lane_fragments<TYPE, COLS>(b, scales, lane_row(rows, n), N_UNITS, unit, lane_id() & 3);
 #pragma unroll
   for (int m = 0; m < M_TILES; m++)
 #pragma unroll
@@ -86,19 +88,28 @@ INLINE void multiply_tile(Sums& sums, int n, const u8* rows, int unit, const Inp
     }
 }
 
-// All units of this warp; FIRST is the type of the rows, with GLU of the first half and SECOND of the others.
+// All units of this warp, in blocks of four; FIRST is the type of the rows, with GLU of the first half and SECOND of the
+// others. `x` comes with the inputs of the first unit.
 template <int FIRST, int SECOND>
 INLINE void multiply_units(Sums& sums, const MatrixCall& call, const int* sources, const u8* rows, Inputs x) {
 #pragma unroll 1
-  for (int unit = warp_id(); unit < N_UNITS; unit += WARPS) {
-    Inputs next;
-    read_inputs(next, call, sources, unit + WARPS);
+  for (int block = warp_id(); block * 4 < N_UNITS; block += WARPS) {
+    PairedScales scales[N_TILES];
 #pragma unroll
-    for (int n = 0; n < N_TILES; n++) {
-      if (GLU && n >= N_TILES / 2) multiply_tile<SECOND>(sums, n, rows, unit, x);
-      else multiply_tile<FIRST>(sums, n, rows, unit, x);
+    for (int n = 0; n < N_TILES; n++)
+      scales[n] = GLU && n >= N_TILES / 2 ? block_scales<SECOND>(lane_row(rows, n), N_UNITS, block, lane_id() & 3)
+                                          : block_scales<FIRST>(lane_row(rows, n), N_UNITS, block, lane_id() & 3);
+#pragma unroll 1
+    for (int unit = block * 4; unit < min(N_UNITS, block * 4 + 4); unit++) {
+      Inputs next;
+      read_inputs(next, call, sources, (unit & 3) == 3 ? unit + 4 * WARPS - 3 : unit + 1);
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++) {
+        if (GLU && n >= N_TILES / 2) multiply_tile<SECOND>(sums, n, scales[n], rows, unit, x);
+        else multiply_tile<FIRST>(sums, n, scales[n], rows, unit, x);
+      }
+      x = next;
     }
-    x = next;
   }
 }
 
@@ -126,7 +137,7 @@ INLINE void finish(const MatrixCall& call, const Tile& tile, int part, int row_b
   }
 }
 
-KERNEL __launch_bounds__(THREADS) few_tokens(const __grid_constant__ FewCall few) {
+KERNEL __launch_bounds__(THREADS, (M_TILES == 1 ? 24 : 16) / WARPS) few_tokens(const __grid_constant__ FewCall few) {
   DYNAMIC_SHARED(rows);  // the weights; at the end the sums of the warps
   __shared__ u64 barriers[WARPS];
   __shared__ int sources[TOKEN_TILE];
@@ -144,7 +155,7 @@ KERNEL __launch_bounds__(THREADS) few_tokens(const __grid_constant__ FewCall few
   find_sources(sources, call, tile, TOKEN_TILE, THREADS);
   __syncthreads();
   Inputs x;
-  read_inputs(x, call, sources, warp_id());
+  read_inputs(x, call, sources, warp_id() * 4);
   ring_wait_all(barriers, WARPS);
   Sums sums = {};
   if (part == 0) multiply_units<TYPE_0, TYPE_1>(sums, call, sources, rows, x);

@@ -80,7 +80,7 @@ def few_tiling(
     if cols % 8:
         return None
     stride = max(matrix.row_bytes for matrix in matrices) + 16
-    warps = 8 if cols >= 24 * 64 else 4
+    warps = 8 if cols > 4 * 256 else 4  # they share out blocks of 256 columns
     budget = launcher.shared_bytes - _STATIC_SHARED_BYTES
     choices = [
         (groups, max(8 * groups * stride, warps * (token_tile // 16) * groups * 512))

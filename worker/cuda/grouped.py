@@ -37,20 +37,20 @@ def workspace(experts: Experts, n_tokens: int, base: int = 0) -> GroupedWorkspac
     """Addresses from `base` (256-byte aligned) on; with base 0 only `total_bytes` means something."""
     slots = n_tokens * experts.n_used
     n_embd, n_ff = experts.gate.cols, experts.gate.rows
-    sizes = (
-        n_tokens * n_embd * 2,
-        slots * 4,
-        slots * 4,
-        max_tiles(experts, n_tokens) * _TILE_BYTES,
-        slots * n_ff * 2,
-        slots * n_embd * 4,
-    )
-    addresses: list[int] = []
+    sizes = {
+        "halves": n_tokens * n_embd * 2,
+        "order": slots * 4,
+        "position_of": slots * 4,
+        "tiles": max_tiles(experts, n_tokens) * _TILE_BYTES,
+        "hidden": slots * n_ff * 2,
+        "rows": slots * n_embd * 4,
+    }
+    addresses: dict[str, int] = {}
     end = base
-    for size in sizes:
-        addresses.append(end)
+    for name, size in sizes.items():
+        addresses[name] = end
         end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return GroupedWorkspace(*addresses, end - base)
+    return GroupedWorkspace(**addresses, total_bytes=end - base)
 
 
 def token_tile(experts: Experts, n_tokens: int) -> int:

@@ -6,6 +6,7 @@ checked against the reference without a GPU. Every call queues work on the devic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from worker.cuda.kv_cache import KvLayerArrays
@@ -28,6 +29,10 @@ class KernelSet(Protocol):
 
     def matrix(self, type_id: int, rows: int, columns: int, experts: int, address: int) -> Matrix:
         """A handle on experts * rows laid-out rows at `address`."""
+        ...
+
+    def compile_ahead(self, enqueue: Callable[[], None]) -> None:
+        """Compile what `enqueue` would launch, side by side and without launching it."""
         ...
 
     def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:

@@ -56,30 +56,52 @@ INLINE void lane_codes(u32 (&out)[4], const u8* row, int n_units, int unit, int 
   }
 }
 
-// Scale and minimum, as pairs of halves, of the lane's first eight weights and of its last eight.
+// Scales and minimums of the two halves of a unit, as pairs of halves. Four lanes share a row: of the 16-byte headers,
+// which are long to decode, lane t decodes unit t of a block of four, and the others get it from there.
+struct PairedScales {
+  u32 scale, minimum;
+};
+
+// Of unit 4 * block + t of a row, for types with headers; others need nothing.
 template <int TYPE>
-INLINE void lane_scales(u32 (&scale)[2], u32 (&minimum)[2], const u8* row, int n_units, int unit, int t) {
+INLINE PairedScales block_scales(const u8* row, int n_units, int block, int t) {
   using F = Format<TYPE>;
-  RawUnit raw;
-  row += n_units * (F::LOW_BYTES + F::HIGH_BYTES);
-  if (F::HAS_HEADER) raw.header = *(const uint4*)(row + (unit >> 2) * 16);
-  if (F::SCALE_BYTES == 8) raw.scales = *(const uint2*)(row + unit * 8);
-  if (F::SCALE_BYTES == 4) raw.scales.x = *(const u32*)(row + unit * 4);
-  row += n_units * F::SCALE_BYTES;
-  if (F::BLOCK_BYTES == 2) raw.block = *(const u16*)(row + (unit >> 2) * 2);
-  if (F::BLOCK_BYTES == 4) raw.block = *(const u32*)(row + (unit >> 2) * 4);
+  if (!F::HAS_HEADER || block * 4 >= n_units) return {0, 0};
   Scales all;
-  unit_scales<TYPE>(all, raw, unit);
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    float s = all.scale[half], m = F::HAS_MINIMUM ? all.minimum[half] : 0.f;
-    if (F::N_GROUPS == 4) {
-      s = t < 2 ? all.scale[2 * half] : all.scale[2 * half + 1];
-      if (F::HAS_MINIMUM) m = t < 2 ? all.minimum[2 * half] : all.minimum[2 * half + 1];
-    }
-    s *= scale_up<TYPE>(), m *= -scale_up<TYPE>();
-    scale[half] = pack_half2(s, s), minimum[half] = pack_half2(m, m);
+  header_scales(all, *(const uint4*)(row + n_units * (F::LOW_BYTES + F::HIGH_BYTES) + block * 16), t);
+  constexpr float UP = scale_up<TYPE>();
+  return {pack_half2(all.scale[0] * UP, all.scale[1] * UP), pack_half2(all.minimum[0] * -UP, all.minimum[1] * -UP)};
+}
+
+// Of one unit, for lane t: of its first eight and of its last eight weights.
+template <int TYPE>
+INLINE PairedScales lane_scales(const PairedScales& block, const u8* row, int n_units, int unit, int t) {
+  using F = Format<TYPE>;
+  constexpr float UP = scale_up<TYPE>();
+  if (F::HAS_HEADER) {
+    int source = (lane_id() & ~3u) + (unit & 3);
+    return {__shfl_sync(FULL_WARP, block.scale, source), __shfl_sync(FULL_WARP, block.minimum, source)};
   }
+  row += n_units * (F::LOW_BYTES + F::HIGH_BYTES);
+  if (F::N_GROUPS == 4) {  // groups t / 2 and 2 + t / 2
+    u32 word = *(const u32*)(row + unit * 4) >> (8 * (t >> 1));
+    const u8* blocks = row + n_units * 4;
+    if (TYPE == T_Q2_K) {
+      u32 pair = *(const u32*)(blocks + (unit >> 2) * 4);
+      float d = low_half(pair) * UP, d_minimum = high_half(pair) * -UP;
+      return {pack_half2(d * (float)(word & 15), d * (float)(word >> 16 & 15)),
+              pack_half2(d_minimum * (float)(word >> 4 & 15), d_minimum * (float)(word >> 20 & 15))};
+    }
+    float d = low_half(*(const u16*)(blocks + (unit >> 2) * 2)) * (F::CODE_SCALE * UP);
+    return {pack_half2(d * (float)(i8)word, d * (float)(i8)(word >> 16)), 0};
+  }
+  if (F::HAS_MINIMUM) {
+    uint2 pairs = *(const uint2*)(row + unit * 8);
+    return {pack_half2(low_half(pairs.x) * UP, low_half(pairs.y) * UP),
+            pack_half2(high_half(pairs.x) * UP, high_half(pairs.y) * UP)};
+  }
+  u32 pair = *(const u32*)(row + unit * 4);
+  return {pack_half2(low_half(pair) * (F::CODE_SCALE * UP), high_half(pair) * (F::CODE_SCALE * UP)), 0};
 }
 
 template <int TYPE, int COLS_>
@@ -93,7 +115,7 @@ INLINE u32 float_pair(const u8* row, int column) {
 
 // Both words of the four fragments, times scale_up; COLS_ is even.
 template <int TYPE, int COLS_>
-INLINE void lane_fragments(u32 (&out)[4][2], const u8* row, int n_units, int unit, int t) {
+INLINE void lane_fragments(u32 (&out)[4][2], const PairedScales& block, const u8* row, int n_units, int unit, int t) {
   if constexpr (Format<TYPE>::IS_FLOAT) {
 #pragma unroll
     for (int s = 0; s < 4; s++)
@@ -101,10 +123,13 @@ INLINE void lane_fragments(u32 (&out)[4][2], const u8* row, int n_units, int uni
       for (int word = 0; word < 2; word++)
         out[s][word] = float_pair<TYPE, COLS_>(row, unit * 64 + first_column(s, t) + 2 * word);
   } else {
-    u32 codes[4], scale[2], minimum[2];
+    u32 codes[4];
     lane_codes<TYPE>(codes, row, n_units, unit, t);
-    lane_scales<TYPE>(scale, minimum, row, n_units, unit, t);
+    PairedScales scales = lane_scales<TYPE>(block, row, n_units, unit, t);
 #pragma unroll
-    for (int s = 0; s < 4; s++) codes_to_halves<TYPE>(out[s], codes[s], scale[s >> 1], minimum[s >> 1]);
+    for (int s = 0; s < 4; s++) {
+      u32 both = s < 2 ? 0x1010 : 0x3232;  // the first or the second half, twice
+      codes_to_halves<TYPE>(out[s], codes[s], __byte_perm(scales.scale, 0, both), __byte_perm(scales.minimum, 0, both));
+    }
   }
 }

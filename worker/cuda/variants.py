@@ -61,7 +61,7 @@ def _attention_variants() -> Iterator[Variant]:
         yield "attention_decode.cu", {"FUSED": 1, "WARPS": 8, "CLUSTER": cluster}
     for head_dim in (64, 80, 96, 128, 256):
         for is_q8 in (0, 1) if head_dim % 32 == 0 else (0,):
-            cache = {"HEAD_DIM": head_dim, "KV_Q8": is_q8}
+            cache: dict[str, int | float | str] = {"HEAD_DIM": head_dim, "KV_Q8": is_q8}
             yield "rope.cu", cache
             for fused in (0, 1):
                 cut = {**cache, "FUSED": fused}

@@ -83,10 +83,17 @@ def load_weights(
     for index, offset in plan.tables.items():
         tensor = _tensor(oplist, index)
         parts.append(Part(tensor.file_index, tensor.offset_bytes, tensor.bytes, base + offset))
+    kernels.compile_ahead(lambda: _lay_out_all(parts, base))
     _upload_vectors(file, oplist, plan, base, memory)
     with memory.borrow("upload", RAW_BUFFERS * raw_buffer_bytes(parts)) as raw:
         Uploader(memory.device, [str(path) for path in file.paths], parts, raw).run(readers, progress)
     return _handles(oplist, kernels, plan, base)
+
+
+def _lay_out_all(parts: list[Part], raw: int) -> None:
+    for part in parts:
+        if part.lay_out is not None:
+            part.lay_out(raw)
 
 
 def _tensor(oplist: OpList, index: int) -> TensorRef:

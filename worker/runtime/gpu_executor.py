@@ -14,9 +14,7 @@ from configs.errors import EngineError
 from worker.cuda.gpu_step import Counters
 from worker.cuda.model import DeviceModel
 from worker.cuda.sampling import SamplingBuffers
-from worker.cuda.tuning import log_breakdown, tune_edges
-from worker.ops.batch import PAGE_TOKENS, Batch
-from worker.ops.traffic import weight_bytes_per_token
+from worker.ops.batch import Batch
 from worker.runtime.executor import (
     CancelFlag,
     Output,
@@ -26,11 +24,10 @@ from worker.runtime.executor import (
     StepBatch,
     StepFailed,
 )
-from worker.runtime.gpu_batch import BatchWriter
+from worker.runtime.gpu_batch import BatchWriter, PreparedStep
 from worker.runtime.gpu_sections import CpuSection, GpuSection, ResidualBuffer, SectionRunner
 
 logger = logging.getLogger(__name__)
-TUNED_CONTEXT_TOKENS = 512
 _GREEDY = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0)
 
 
@@ -51,15 +48,18 @@ class GpuExecutor:
         self.load_s = load_s
         self.n_pages, self.max_outputs = n_pages, max_outputs
         self.max_tokens = models[0].limits.max_tokens
-        self._context_tokens = models[0].limits.context_length_tokens
         self.n_vocab = models[0].oplist.n_vocab
 
     @property
     def _sampling(self) -> SamplingBuffers | None:
         return next((model.sampling for model in self.models if model.sampling is not None), None)
 
+    def prepare(self, batch: StepBatch) -> PreparedStep:
+        """Write a step's inputs into pinned memory."""
+        return self._writer.write(batch, self._sampling)
+
     def run(self, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken]:
-        prepared = self._writer.write(batch, self._sampling)
+        prepared = self.prepare(batch)
         answers: list[SampledToken] | None = None
         try:
             for section in self.sections:
@@ -84,35 +84,6 @@ class GpuExecutor:
         values = host.array.view(np.float32).reshape(count, self.n_vocab).copy()
         host.close()
         return values
-
-    def warm_up(self, n_sequences: int) -> None:
-        """Compile, load and capture what the first steps will need; page 0, which nobody has yet, takes the writes."""
-        scratch = [0]
-        self._tune()
-        for count in sorted({1, n_sequences}):
-            parts = tuple(SequencePart([0], 0, scratch, (Output(0, _GREEDY),)) for _ in range(count))
-            for _ in range(2):
-                self.run(StepBatch(parts, count, count), CancelFlag())
-        prompt = SequencePart([0] * min(32, self.max_tokens), 0, scratch, (Output(0, _GREEDY),))
-        self.run(StepBatch((prompt,), len(prompt.token_ids), 1), CancelFlag())
-
-    def _tune(self) -> None:
-        """Where one GPU has the whole model: try its decode graph's edges at TUNED_CONTEXT_TOKENS, on page 0."""
-        model, position = self.models[0], min(TUNED_CONTEXT_TOKENS, self._context_tokens) - 1
-        launcher = getattr(model.kernels, "launcher", None)
-        if len(self.sections) > 1 or launcher is None or not launcher.has_dependent_launch:
-            return
-        part = SequencePart([0], position, [0] * (position // PAGE_TOKENS + 1), (Output(0, _GREEDY),))
-        prepared = self._writer.write(StepBatch((part,), 1, 1), self._sampling)
-        prepared.inputs.upload(prepared.shape.n_sequences)
-
-        def enqueue() -> None:
-            for launch in model.launches:
-                launch.enqueue(prepared.shape)
-
-        token_s = tune_edges(model.device, launcher, enqueue)
-        weight_bytes = weight_bytes_per_token(model.oplist)
-        log_breakdown(model.device, model.launches, prepared.shape, token_s, weight_bytes)
 
     def copy_page(self, source: int, destination: int) -> None:
         for model in self.models:

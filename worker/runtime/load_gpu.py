@@ -26,6 +26,7 @@ from worker.ops.sections import RESIDUAL, Section, cut, restrict
 from worker.runtime.gpu_batch import BatchWriter
 from worker.runtime.gpu_executor import GpuExecutor
 from worker.runtime.gpu_sections import CpuSection, GpuSection, ResidualBuffer, SectionRunner
+from worker.runtime.gpu_warm_up import warm_up
 from worker.runtime.load import native_executor, page_bytes, page_count
 from worker.runtime.step import NativeExecutor
 
@@ -46,8 +47,11 @@ def load_gpu(
     progress: Progress = _silent,
     make_device: DeviceFactory = CudaDevice,
     make_kernels: KernelFactory = CudaKernels,
+    warms_up: bool = True,
 ) -> GpuExecutor:
-    """Raises ModelFileError for the file, EngineStartError for devices that are missing or too small."""
+    """Ready for the first request, or with `warms_up` False compiling and capturing as steps come.
+
+    Raises ModelFileError for the file, EngineStartError for devices that are missing or too small."""
     started = time.monotonic()
     file = open_model(model_path)
     units = describe_file(file).units
@@ -64,7 +68,8 @@ def load_gpu(
             "no unit of this model matches the placement's GPUs; run `placewright plan` again"
         )
     executor = loader.executor(models, sections)
-    executor.warm_up(min(placement.max_sequences, BUCKETS[-1]))
+    if warms_up:
+        warm_up(executor, min(placement.max_sequences, BUCKETS[-1]), is_whole=len(sections) == 1)
     executor.load_s = time.monotonic() - started
     progress("ready", 1, 1)
     return executor

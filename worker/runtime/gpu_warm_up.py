@@ -1,0 +1,81 @@
+"""Before the first request: compile the kernels of usual steps side by side, tune and capture decode, run one of each.
+
+All of it works on page 0, which nobody has yet, so nothing of it is seen later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from worker.cuda.model import DeviceModel
+from worker.cuda.tuning import log_breakdown, tune_edges
+from worker.cuda.values import StepShape
+from worker.ops.batch import PAGE_TOKENS
+from worker.ops.traffic import weight_bytes_per_token
+from worker.runtime.executor import CancelFlag, Output, SampledToken, Sampler, SequencePart, StepBatch
+from worker.runtime.gpu_batch import PreparedStep
+
+TUNED_CONTEXT_TOKENS = 512
+PROMPT_TOKENS = (12, 48)  # beside the largest: other kernels serve such prompts
+GREEDY = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0)
+SAMPLED = Sampler(1.0, 40, 0.9, 0.0, 1.0, 0.0, 0.0, 1)
+
+
+class Warmed(Protocol):
+    """What is asked of the executor."""
+
+    models: tuple[DeviceModel, ...]
+    max_tokens: int
+
+    def prepare(self, batch: StepBatch) -> PreparedStep: ...
+
+    def run(self, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken]: ...
+
+
+def warm_up(executor: Warmed, n_sequences: int, *, is_whole: bool) -> None:
+    """`is_whole`: one GPU has the whole model, so that its decode graph can be tuned."""
+    batches = list(usual_batches(executor, n_sequences))
+    for model in executor.models:
+        model.device.bind()
+        shapes = [executor.prepare(batch).shape for batch in batches]
+        model.kernels.compile_ahead(lambda model=model, shapes=shapes: _enqueue_all(model, shapes))  # type: ignore[misc]
+    if is_whole:
+        _tune(executor)
+    for batch in batches:
+        executor.run(batch, CancelFlag())
+        if batch.is_decode:  # the first step of a shape is not captured yet
+            executor.run(batch, CancelFlag())
+
+
+def usual_batches(executor: Warmed, n_sequences: int) -> Iterator[StepBatch]:
+    for count in sorted({1, n_sequences}):
+        parts = tuple(SequencePart([0], 0, [0], (Output(0, GREEDY),)) for _ in range(count))
+        yield StepBatch(parts, count, count)
+    yield StepBatch((SequencePart([0], 0, [0], (Output(0, SAMPLED),)),), 1, 1)
+    for length in sorted(
+        {min(count, executor.max_tokens) for count in (*PROMPT_TOKENS, executor.max_tokens)}
+    ):
+        pages = [0] * (-(-length // PAGE_TOKENS))
+        yield StepBatch((SequencePart([0] * length, 0, pages, (Output(length - 1, GREEDY),)),), length, 1)
+
+
+def _enqueue_all(model: DeviceModel, shapes: list[StepShape]) -> None:
+    for shape in shapes:
+        for launch in model.launches:
+            launch.enqueue(shape)
+
+
+def _tune(executor: Warmed) -> None:
+    """Try the edges of the decode graph at TUNED_CONTEXT_TOKENS."""
+    model = executor.models[0]
+    launcher = getattr(model.kernels, "launcher", None)
+    if launcher is None or not launcher.has_dependent_launch:
+        return
+    position = min(TUNED_CONTEXT_TOKENS, model.limits.context_length_tokens) - 1
+    part = SequencePart([0], position, [0] * (position // PAGE_TOKENS + 1), (Output(0, GREEDY),))
+    prepared = executor.prepare(StepBatch((part,), 1, 1))
+    prepared.inputs.upload(prepared.shape.n_sequences)
+    token_s = tune_edges(model.device, launcher, lambda: _enqueue_all(model, [prepared.shape]))
+    weight_bytes = weight_bytes_per_token(model.oplist)
+    log_breakdown(model.device, model.launches, prepared.shape, token_s, weight_bytes)
