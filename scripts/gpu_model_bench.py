@@ -7,6 +7,7 @@ Contexts are not computed first: the cache's pages are zero, and attention reads
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -19,12 +20,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plans.placement import GPU_ONLY, Placement
+from worker.client import Deadlines
 from worker.cuda.gpu_step import Exchange, GpuStep
 from worker.cuda.lowering import Launch
 from worker.cuda.values import StepShape
+from worker.engines.native import NativeEngine
 from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.oplist import OpKind
 from worker.ops.traffic import weight_bytes_per_token
+from worker.protocol import Generate, SamplingParams
 from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch, StepFailed
 from worker.runtime.gpu_executor import GpuExecutor, step_batch_of
 from worker.runtime.load_gpu import load_gpu
@@ -35,6 +39,7 @@ CONTEXTS = (64, 512, 8_192, 32_768)
 PROMPTS = (512, 2_048, 4_096)
 BATCHES = (2, 4, 8, 16, 32)
 DECODE_STEPS = 96
+WORKER_SEQUENCES, WORKER_TOKENS = 16, 192
 
 
 def ensure_model(folder: Path, shape: str) -> Path:
@@ -93,6 +98,34 @@ def measure_model(path: Path) -> Iterator[tuple[str, str]]:
         yield from consistency(executor, length)
     yield from breakdown(executor)
     executor.close()
+
+
+async def _through_worker(path: Path) -> list[tuple[str, str]]:
+    """Decode through the worker's protocol, alone and WORKER_SEQUENCES side by side."""
+    engine = NativeEngine(placement(), path, Deadlines())
+    try:
+        await engine.start()
+        rows = []
+        for count in (1, WORKER_SEQUENCES):
+            await asyncio.gather(*(_request(engine, f"warm {count} {i}", i) for i in range(count)))
+            rates = await asyncio.gather(*(_request(engine, f"{count} {i}", i) for i in range(count)))
+            rows.append((f"worker, {count} at a time", f"{sum(rates):,.1f} tok/s decoding"))
+        return rows
+    finally:
+        await engine.close()
+
+
+async def _request(engine: NativeEngine, name: str, seed: int) -> float:
+    """Tokens per second after the first token, by our own clock."""
+    prompt = [(7919 * i + 31 * seed) % 100_000 for i in range(64)]
+    request = Generate(name, prompt, WORKER_TOKENS, SamplingParams(temperature=0.0), cache_prompt=False)
+    times = [time.perf_counter() async for _ in engine.generate(request)]
+    return (len(times) - 2) / (times[-2] - times[0])  # the last event says that it is done
+
+
+def measure_worker(path: Path) -> list[tuple[str, str]]:
+    """The same model behind the worker process, whose overhead is then in the numbers."""
+    return asyncio.run(_through_worker(path))
 
 
 def load_words(executor: GpuExecutor, path: Path) -> str:
@@ -235,6 +268,8 @@ def graph_s(executor: GpuExecutor, launches: tuple[Launch, ...], shape: StepShap
 
 def main() -> int:
     for name, value in measure_model(Path(sys.argv[1])):
+        print(f"{name}: {value}", flush=True)
+    for name, value in measure_worker(Path(sys.argv[1])):
         print(f"{name}: {value}", flush=True)
     return 0
 
