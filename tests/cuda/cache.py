@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.cuda.machine import Machine
-from worker.cuda.attention import Heads, KvPointers, StepPointers
+from worker.cuda.attention_values import Heads, KvPointers, StepPointers
 from worker.ops.batch import PAGE_TOKENS
 
 

@@ -14,7 +14,8 @@ import pytest
 from tests.cuda.cache import TestCache
 from tests.cuda.machine import Machine
 from worker.cuda import attention
-from worker.cuda.attention import DecodePlan, Heads, Rope, Scores
+from worker.cuda.attention import DecodePlan
+from worker.cuda.attention_values import FreshHeads, Heads, Rope, Scores
 from worker.cuda.ops import Outputs
 from worker.ops import reference
 
@@ -219,7 +220,7 @@ def test_fused_decode_is_rope_then_attention(
     for is_fused in (True, False):
         query, key, value = (machine.put(x) for x in (q, k, v))
         out = machine.empty((n, width))
-        fresh = attention.FreshHeads(rope, key, value) if is_fused else None
+        fresh = FreshHeads(rope, key, value) if is_fused else None
         if not is_fused:
             cache.clear_last(list(range(n)))
             attention.rope_store(machine.launcher, query, key, value, n, heads, rope, cache.kv, step)

@@ -13,90 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.errors import EngineError
+from worker.cuda.attention_values import FreshHeads, Heads, KvPointers, Rope, Scores, StepPointers
 from worker.cuda.driver import Launcher
-from worker.cuda.ops import GROUP, Outputs
+from worker.cuda.ops import Outputs
 from worker.ops.batch import PAGE_TOKENS
 
 SHORT_CONTEXT_TOKENS = 2048
 """Above this many visible positions decode attention runs on tensor cores (measured on an H200)."""
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
-
 c_int, c_float = ctypes.c_int32, ctypes.c_float
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """`n_heads` query heads share `n_kv_heads` key/value heads of `head_dim` values."""
-
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-
-    @property
-    def group(self) -> int:
-        """Query heads of one key/value head."""
-        return self.n_heads // self.n_kv_heads
-
-    def check(self, *, is_q8: bool) -> None:
-        if self.head_dim not in HEAD_DIMS or self.n_heads % self.n_kv_heads:
-            raise EngineError(
-                f"attention with {self.n_heads} heads over {self.n_kv_heads} of {self.head_dim} values: "
-                f"the GPU kernels do head sizes {', '.join(map(str, HEAD_DIMS))} and whole groups"
-            )
-        if is_q8 and self.head_dim % GROUP:
-            raise EngineError(f"a q8_0 KV cache needs heads of a multiple of {GROUP}, not {self.head_dim}")
-
-
-@dataclass(frozen=True, slots=True)
-class KvPointers:
-    """One layer of the cache; the scales are 0 in f16."""
-
-    keys: int
-    values: int
-    key_scales: int = 0
-    value_scales: int = 0
-
-    @property
-    def is_q8(self) -> bool:
-        return bool(self.key_scales)
-
-    def arguments(self) -> tuple[int, ...]:
-        return (self.keys, self.values, self.key_scales, self.value_scales)
-
-
-@dataclass(frozen=True, slots=True)
-class StepPointers:
-    """`positions`, `sequence_of_token`: i32 [n_tokens]; `page_tables`: i32 [sequences][max_pages] of page ids."""
-
-    positions: int
-    sequence_of_token: int
-    page_tables: int
-    max_pages: int
-
-    def arguments(self) -> tuple[object, ...]:
-        return (self.positions, self.sequence_of_token, self.page_tables, c_int(self.max_pages))
-
-    def from_row(self, row: int) -> StepPointers:
-        """The same step without its first `row` tokens."""
-        return StepPointers(
-            self.positions + 4 * row, self.sequence_of_token + 4 * row, self.page_tables, self.max_pages
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """`q_norm`, `k_norm`: f32 [head_dim] or 0; `inverse_frequencies`: f32 [rope_dim / 2]; style 0 interleaved,
-    1 half.
-    """
-
-    q_norm: int
-    k_norm: int
-    inverse_frequencies: int
-    rope_dim: int
-    style: int
-    eps: float
-    magnitude: float
 
 
 class _RopeCall(ctypes.Structure):
@@ -131,23 +56,30 @@ class _DecodeCall(ctypes.Structure):
     ]
 
 
+class _PrefillCall(ctypes.Structure):
+    """`PrefillCall` of attention_prefill.cu."""
+
+    _fields_ = [
+        ("query", ctypes.c_uint64),
+        ("tiles", ctypes.c_uint64),
+        ("kv", ctypes.c_uint64 * 4),
+        ("page_tables", ctypes.c_uint64),
+        ("out_values", ctypes.c_uint64),
+        ("out_halves", ctypes.c_uint64),
+        ("n_heads", c_int),
+        ("n_kv_heads", c_int),
+        ("max_pages", c_int),
+        ("window", c_int),
+        ("scale", c_float),
+        ("cap", c_float),
+    ]
+
+
 def _rope_call(rope: Rope, heads: Heads, key: int, value: int) -> _RopeCall:
     if rope.rope_dim > heads.head_dim or rope.rope_dim % 2:
         raise EngineError(f"{rope.rope_dim} rotated dimensions in heads of {heads.head_dim}")
     pointers = (key, value, rope.q_norm, rope.k_norm, rope.inverse_frequencies)
     return _RopeCall(*pointers, rope.rope_dim, rope.style, rope.eps, rope.magnitude)
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How scores are made: times `scale`, then soft-capped at `cap` (0: not); `window` positions are seen (0: all)."""
-
-    scale: float
-    cap: float = 0.0
-    window: int = 0
-
-    def arguments(self) -> tuple[object, ...]:
-        return (c_float(self.scale), c_float(self.cap), c_int(self.window))
 
 
 def rope_store(
@@ -262,15 +194,6 @@ def decode_workspace_bytes(launcher: Launcher, heads: Heads, max_rows: int) -> i
     return 4 * _COUNTERS + 4 * largest * heads.n_heads * (heads.head_dim + 2)
 
 
-@dataclass(frozen=True, slots=True)
-class FreshHeads:
-    """Queries, keys and values as the projections left them: decode attention then does what `rope_store` does."""
-
-    rope: Rope
-    key: int  # f32 [n_rows, n_kv_heads * head_dim]
-    value: int
-
-
 def decode_attention(
     launcher: Launcher,
     query: int,
@@ -372,20 +295,22 @@ def prefill_attention(
     n_stages = _prefill_stages(launcher, heads)
     defines = _defines(heads, kv) | {"TILE_ROWS": rows, "STAGES": n_stages}
     function = launcher.function("attention_prefill.cu", "attention_prefill", defines)
-    args = (
+    call = _PrefillCall(
         query,
         tiles,
-        c_int(heads.n_heads),
-        c_int(heads.n_kv_heads),
-        *kv.arguments(),
+        (ctypes.c_uint64 * 4)(*kv.arguments()),
         step.page_tables,
-        c_int(step.max_pages),
-        *scores.arguments(),
         outputs.values,
         outputs.halves,
+        heads.n_heads,
+        heads.n_kv_heads,
+        step.max_pages,
+        scores.window,
+        scores.scale,
+        scores.cap,
     )
     shared_bytes = n_stages * _prefill_stage_bytes(heads)
-    launcher.launch(function, (heads.n_heads, n_tiles), 2 * rows, shared_bytes, args, pdl)
+    launcher.launch(function, (heads.n_heads, n_tiles), 2 * rows, shared_bytes, (call,), pdl)
 
 
 def _prefill_stage_bytes(heads: Heads) -> int:

@@ -26,57 +26,92 @@ INLINE void fetch_block(u16* stage, const Cache& cache, int block, int last_page
   copy_async_commit();
 }
 
-struct OutputRow {
-  float* values;
-  u16* halves;
+struct PrefillCall {  // _PrefillCall in attention.py
+  const float* query;  // f32 [token][head][HEAD_DIM]
+  const int4* tiles;   // first row, rows, sequence, position of the first row
+  const void* keys;
+  const void* values;
+  const u16* key_scales;
+  const u16* value_scales;
+  const int* page_tables;
+  float* out_values;
+  u16* out_halves;
+  int n_heads, n_kv_heads, max_pages, window;
+  float scale, cap;
 };
 
-INLINE void store_row(const OutputRow& out, u64 first, const RowState& state, int row) {
+// The 16 tokens of a warp, two of them this lane's, and what they see.
+struct WarpTokens {
+  int first, last;          // positions
+  int rows[2];              // in the tile
+  int begin[2], end[2];     // of the visible positions
+  int n_rows, window;
+
+  INLINE WarpTokens(const int4& tile, int window_tokens) : n_rows(tile.y), window(window_tokens) {
+    const int first_row = threadIdx.x / 32 * 16;
+    first = tile.w + first_row;
+    last = first + 15;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      rows[i] = first_row + threadIdx.x % 32 / 4 + 8 * i;
+      end[i] = tile.w + rows[i] + 1;
+      begin[i] = window > 0 ? max(0, end[i] - window) : 0;
+    }
+  }
+  // whether any of them sees one of the positions from `position` on, whether any does not see all
+  INLINE bool sees(int position) const {
+    const bool exists = threadIdx.x / 32 * 16 < n_rows;
+    return exists && position <= last && (window <= 0 || position + kPositions > first + 1 - window);
+  }
+  INLINE bool is_masked(int position) const {
+    return position + kPositions - 1 > first || (window > 0 && position <= last - window);
+  }
+};
+
+INLINE void absorb_block(RowState& state, const QueryTile& queries, const u16* stage, const Scoring& scoring,
+                         const WarpTokens& tokens, int first) {
+  float scores[kPositions / 8][4];
+  score_tile<kPositions>(queries, stage, scores);
+  finish_scores<kPositions>(scores, scoring, tokens.is_masked(first), first, tokens.begin, tokens.end);
+  weigh_scores<kPositions>(state, scores);
+  add_values<kPositions>(state, scores, stage + kPages * kTileHalves);
+}
+
+INLINE void store_row(const PrefillCall& call, u64 first, const RowState& state, int row) {
   const float inverse = 1.0f / state.mass[row];
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     const float a = state.sums[i][2 * row] * inverse, b = state.sums[i][2 * row + 1] * inverse;
     const u64 at = first + 8 * i + 2 * (threadIdx.x % 4);
-    if (out.values) *(float2*)(out.values + at) = make_float2(a, b);
-    if (out.halves) *(u32*)(out.halves + at) = (u32)clamped_half(a) | (u32)clamped_half(b) << 16;
+    if (call.out_values) *(float2*)(call.out_values + at) = make_float2(a, b);
+    if (call.out_halves) *(u32*)(call.out_halves + at) = (u32)clamped_half(a) | (u32)clamped_half(b) << 16;
   }
 }
 
-// grid: query heads, tiles; tiles i32 [n][4]: first row, rows, sequence, position of the first row
-KERNEL __launch_bounds__(kThreads, kMinBlocks)
-    attention_prefill(const float* query, const int* tiles, int n_heads, int n_kv_heads, const void* keys,
-                      const void* values, const u16* key_scales, const u16* value_scales, const int* page_tables,
-                      int max_pages, float scale, float cap, int window, float* out_values, u16* out_halves) {
+// grid: query heads, tiles
+KERNEL __launch_bounds__(kThreads, kMinBlocks) attention_prefill(const __grid_constant__ PrefillCall call) {
   DYNAMIC_SHARED(shared);
   start_after_previous();
-  const int4 tile = *(const int4*)(tiles + 4 * blockIdx.y);
-  const int head = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int n_rows = tile.y, first_position = tile.w, last_position = first_position + n_rows - 1;
-  const Cache cache = {keys, values, key_scales, value_scales, page_tables + (u64)tile.z * max_pages, n_kv_heads,
-                       head / (n_heads / n_kv_heads)};
-  const Scoring scoring(scale, cap);
-  const int rows[2] = {16 * warp + lane / 4, 16 * warp + lane / 4 + 8};
-  const int warp_first = first_position + 16 * warp, warp_last = warp_first + 15;
-  int begin[2], end[2];
-  const float* own[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    end[i] = first_position + rows[i] + 1;
-    begin[i] = window > 0 ? max(0, end[i] - window) : 0;
-    own[i] = query + ((u64)(tile.x + min(rows[i], n_rows - 1)) * n_heads + head) * HEAD_DIM;
-  }
+  const int4 tile = call.tiles[blockIdx.y];
+  const int head = blockIdx.x, last_position = tile.w + tile.y - 1, last_page = last_position / kPageTokens;
+  const Cache cache = {call.keys, call.values, call.key_scales, call.value_scales,
+                       call.page_tables + (u64)tile.z * call.max_pages, call.n_kv_heads,
+                       head / (call.n_heads / call.n_kv_heads)};
+  const Scoring scoring(call.scale, call.cap);
+  const WarpTokens tokens(tile, call.window);
+  const auto row_start = [&](int i) {  // rows beyond the last one repeat it
+    return ((u64)(tile.x + min(tokens.rows[i], tile.y - 1)) * call.n_heads + head) * HEAD_DIM;
+  };
   QueryTile queries;
-  queries.load(own[0], own[1], scoring.query_factor);
+  queries.load(call.query + row_start(0), call.query + row_start(1), scoring.query_factor);
   RowState state;
   state.clear();
 
   u16* stages = (u16*)shared;
-  const int first_block = window > 0 ? max(0, first_position + 1 - window) / kPositions : 0;
+  const int first_block = call.window > 0 ? max(0, tile.w + 1 - call.window) / kPositions : 0;
   const int last_block = last_position / kPositions;
-  const int last_page = last_position / kPageTokens;
   if (STAGES == 2) fetch_block(stages, cache, first_block, last_page);
   for (int block = first_block; block <= last_block; ++block) {
-    const int first = block * kPositions;
     u16* stage = stages + (STAGES == 2 ? (block - first_block) % 2 : 0) * kStageHalves;
     if (STAGES == 1) {
       __syncthreads();
@@ -86,20 +121,10 @@ KERNEL __launch_bounds__(kThreads, kMinBlocks)
     __syncthreads();
     if (STAGES == 2 && block < last_block)
       fetch_block(stages + (block - first_block + 1) % 2 * kStageHalves, cache, block + 1, last_page);
-    const bool is_seen = 16 * warp < n_rows && first <= warp_last &&
-                         (window <= 0 || first + kPositions > warp_first + 1 - window);
-    if (is_seen) {
-      const bool masked = first + kPositions - 1 > warp_first || (window > 0 && first <= warp_last - window);
-      float scores[kPositions / 8][4];
-      score_tile<kPositions>(queries, stage, scores);
-      finish_scores<kPositions>(scores, scoring, masked, first, begin, end);
-      weigh_scores<kPositions>(state, scores);
-      add_values<kPositions>(state, scores, stage + kPages * kTileHalves);
-    }
+    if (tokens.sees(block * kPositions)) absorb_block(state, queries, stage, scoring, tokens, block * kPositions);
   }
   gather_mass(state);
-  const OutputRow out = {out_values, out_halves};
 #pragma unroll
   for (int i = 0; i < 2; ++i)
-    if (rows[i] < n_rows) store_row(out, ((u64)(tile.x + rows[i]) * n_heads + head) * HEAD_DIM, state, i);
+    if (tokens.rows[i] < tile.y) store_row(call, row_start(i), state, i);
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from worker.cuda import attention, ops, router, sampler
-from worker.cuda.attention import FreshHeads, Heads, KvPointers, Rope, Scores, StepPointers
+from worker.cuda.attention_values import FreshHeads, Heads, KvPointers, Rope, Scores, StepPointers
 from worker.cuda.blas import CuBlas
 from worker.cuda.device import Device
 from worker.cuda.driver import Launcher

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from configs.errors import EngineStartError
 from plans.placement import Placement
-from worker.cuda.attention import Heads, prefill_tile_rows
+from worker.cuda.attention import prefill_tile_rows
+from worker.cuda.attention_values import Heads
 from worker.cuda.cuda_kernels import CudaKernels
 from worker.cuda.device import CudaDevice, Device
 from worker.cuda.gpu_step import BUCKETS, bucket_for
