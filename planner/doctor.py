@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from configs.settings import Settings, load_settings
 from planner.engines import offers
 from plans import host
 from plans.key import library_path, worker_folder
+from plans.machine import Gpu
 from plans.store import PlanStore
 
 State = Literal["ok", "note", "failed"]
@@ -98,6 +100,20 @@ def _huge_pages() -> Check:
     return Check("huge pages", "ok", chosen)
 
 
+def _gpus(gpus: tuple[Gpu, ...], absent: str | None, has_cupy: bool) -> Check:
+    if not gpus:
+        return Check("GPUs", "ok", f"none: {absent}")
+    names = ", ".join(f"{gpu.name} (driver {gpu.driver_version})" for gpu in gpus)
+    if has_cupy:
+        return Check("GPUs", "ok", names)
+    remedy = "pip install 'placewright[cuda13]' (or [cuda12] for a driver before 580)"
+    return Check("GPUs", "note", f"{names}, unused: CuPy is not installed", remedy)
+
+
+def _gpus_here() -> Check:
+    return _gpus(*host.read_gpus(), importlib.util.find_spec("cupy") is not None)
+
+
 def _engines() -> Check:
     try:
         settings = load_settings()
@@ -155,6 +171,7 @@ def run_checks() -> tuple[Check, ...]:
         _instruction_sets,
         _cores,
         _huge_pages,
+        _gpus_here,
     )
     return (
         *(check() for check in checks),

@@ -24,7 +24,7 @@ MIB = 1 << 20
 UBATCHES = (512, 1024, 2048, 4096)
 MARGIN_MIB = 512  # of what is free, left to others where no cap is given
 CONTEXT_BYTES = 640 * MIB  # driver, cuBLAS, kernels
-GRAPHS_BYTES = 64 * MIB
+GRAPH_BYTES = 2 * MIB
 _PLANAR_FACTOR = 1.02  # rows are padded to 16 bytes
 _MOST_HALVES_BYTES = 256 * MIB  # the largest matrix that is unpacked to f16 for prefill
 _LAUNCHES_PER_LAYER = 10
@@ -73,8 +73,15 @@ def device_need(
         weights_bytes=int(weights),
         kv_bytes=int(kv),
         workspace_bytes=_workspace_bytes(card, units, use, context, max_sequences, ubatch),
-        context_bytes=CONTEXT_BYTES + GRAPHS_BYTES,
+        context_bytes=CONTEXT_BYTES + _n_graphs(context, max_sequences) * GRAPH_BYTES,
     )
+
+
+def _n_graphs(context: int, max_sequences: int) -> int:
+    """At most: one for each power of two of sequences and of contexts from 1,024 on, greedy or not."""
+    buckets = (min(max_sequences, 32) - 1).bit_length() + 1
+    classes = (max(context, 1024) - 1).bit_length() - 9
+    return 2 * buckets * classes
 
 
 def _workspace_bytes(

@@ -97,6 +97,7 @@ def measure_model(path: Path) -> Iterator[tuple[str, str]]:
     for length in (40, 300):
         yield from consistency(executor, length)
     yield from breakdown(executor)
+    yield "memory at the end", memory_words(executor)
     executor.close()
 
 
@@ -132,6 +133,13 @@ def load_words(executor: GpuExecutor, path: Path) -> str:
     upload_s = executor.models[0].upload_s
     rate = path.stat().st_size / upload_s
     return f"{executor.load_s:.2f} s in all; weights in {upload_s:.2f} s, {rate / 1e9:.1f} GB/s"
+
+
+def memory_words(executor: GpuExecutor) -> str:
+    """What was predicted for the device against what all processes together hold of it now."""
+    model = executor.models[0]
+    used_bytes = model.device.total_bytes - model.device.free_bytes()
+    return f"predicted {model.need.total / 2**20:,.0f} MiB, in use {used_bytes / 2**20:,.0f} MiB"
 
 
 def warm_page_cache(path: Path) -> None:

@@ -103,9 +103,11 @@ def test_greedy_output_repeats_and_does_not_depend_on_company(executor: GpuExecu
     alone = [generate(executor, [ids], 12, PAGES[:1])[0] for ids in prompts]
     again = [generate(executor, [ids], 12, PAGES[:1])[0] for ids in prompts]
     assert alone == again
-    together = generate(executor, prompts, 12, PAGES)
-    same = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(alone, together, strict=True)]
-    assert sum(same) >= 36, f"of 12 tokens each, so many are those of a batch of one: {same}"
+    together = [generate(executor, prompts, 12, PAGES) for _ in range(2)]
+    assert together[0] == together[1]
+    # One row is multiplied as 8-bit codes, four as f16: the same within rounding, which decides between near ties.
+    same = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(alone, together[0], strict=True)]
+    assert sum(same) >= 24, f"of 12 tokens each, so many are those of a batch of one: {same}"
 
 
 def test_decode_of_several_sequences_matches_the_reference(executor: GpuExecutor, model: Path) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from planner.doctor import _gpus
 from planner.gpu import DeviceUse, cap_bytes, device_need, fill, gpu_candidates
 from planner.inspect import read_card
 from planner.pool import EnginePool
 from planner.search import search
 from plans import show
+from plans.machine import Gpu
 from plans.placement import GPU_ONLY
 from plans.plan import Limits, RequestMix, Workload
 from tests.cuda.emulated_model import ShapesOnlyLauncher
@@ -151,3 +153,11 @@ def test_engines_that_do_not_fit_together_take_turns() -> None:
 def test_reports_show_their_gpus() -> None:
     text = show.report_text(gpu_machine(gpu()))
     assert "gpu0  Fake GPU, driver 999.1" in text and "600.0 GB/s" in text
+
+
+def test_doctor_says_what_a_gpu_lacks() -> None:
+    cards = (Gpu("Fake GPU", "999.1"),)
+    assert _gpus(cards, None, True).state == "ok"
+    lacking = _gpus(cards, None, False)
+    assert lacking.state == "note" and "cuda13" in (lacking.remedy or "")
+    assert _gpus((), "no NVIDIA driver", False).found == "none: no NVIDIA driver"

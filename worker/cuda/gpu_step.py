@@ -17,7 +17,7 @@ from worker.cuda.values import StepShape
 
 BUCKETS = (1, 2, 4, 8, 16, 32)
 SHORTEST_CONTEXT_TOKENS = 1024
-CONTEXT_RATIO = 4  # between the classes of contexts that have a graph of their own
+CONTEXT_RATIO = 2  # between the classes of contexts that have a graph of their own
 LAYERS_IN_FLIGHT = 4  # how stale the look at the cancel flag may be while a prefill chunk runs
 
 
@@ -32,6 +32,13 @@ def context_limit_for(n_positions: int) -> int:
     while limit < n_positions:
         limit *= CONTEXT_RATIO
     return limit
+
+
+def n_context_classes(context_length_tokens: int) -> int:
+    limit, count = SHORTEST_CONTEXT_TOKENS, 1
+    while limit < context_length_tokens:
+        limit, count = limit * CONTEXT_RATIO, count + 1
+    return count
 
 
 class Counters(msgspec.Struct):

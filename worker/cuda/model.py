@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from worker.cuda.device import Device
-from worker.cuda.gpu_step import BUCKETS
+from worker.cuda.gpu_step import BUCKETS, n_context_classes
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.kv_cache import DeviceKvCache, cache_bytes
 from worker.cuda.lowering import Launch, Lowering, allocate_buffers, buffer_bytes
@@ -51,8 +51,9 @@ class StepLimits:
 
     @property
     def n_graphs(self) -> int:
-        """Buckets in use, greedy or not, in about two classes of contexts."""
-        return 4 * sum(size <= self.decode_bucket for size in BUCKETS)
+        """At most: buckets in use, greedy or not, in every class of contexts."""
+        buckets = sum(size <= self.decode_bucket for size in BUCKETS)
+        return 2 * buckets * n_context_classes(self.context_length_tokens)
 
 
 def samples(oplist: OpList) -> bool:

@@ -18,8 +18,8 @@ from worker.cuda.lowering import Launch
 from worker.cuda.values import StepShape
 
 logger = logging.getLogger(__name__)
-LAUNCHES = 4  # of a graph between two waits
-REPEATS = 4
+LAUNCHES = 3  # of a graph between two waits
+REPEATS = 3
 NOISE_RATIO = 0.997  # a change has to gain more than this
 
 

@@ -22,7 +22,7 @@ from worker.model.quants import dequantize
 from worker.model.types import BY_NAME
 from worker.ops.oplist import OpKind, OpList, Weight
 
-PART_BYTES = 64 << 20  # of the file; what is laid out at once
+PART_BYTES = 32 << 20  # of the file; what is laid out at once
 
 
 @dataclass(frozen=True)

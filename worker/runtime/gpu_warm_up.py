@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from worker.cuda.gpu_step import BUCKETS
 from worker.cuda.model import DeviceModel
 from worker.cuda.tuning import log_breakdown, tune_edges
 from worker.cuda.values import StepShape
@@ -49,7 +50,7 @@ def warm_up(executor: Warmed, n_sequences: int, *, is_whole: bool) -> None:
 
 
 def usual_batches(executor: Warmed, n_sequences: int) -> Iterator[StepBatch]:
-    for count in sorted({1, n_sequences}):
+    for count in sorted({*(size for size in BUCKETS if size < n_sequences), n_sequences}):
         parts = tuple(SequencePart([0], 0, [0], (Output(0, GREEDY),)) for _ in range(count))
         yield StepBatch(parts, count, count)
     yield StepBatch((SequencePart([0], 0, [0], (Output(0, SAMPLED),)),), 1, 1)
