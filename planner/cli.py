@@ -217,10 +217,13 @@ def engines_command(json: flags.Json = False) -> None:
         emit_json(offers)
         return
     rows = [
-        (offer.name, offer.kind, offer.version or "n/a", offer.location or f"{offer.reason}; {offer.remedy}")
+        (offer.name, offer.kind, offer.version or "n/a", offer.location or "can not be used")
         for offer in offers
     ]
     emit(show.table(("engine", "kind", "version", "where"), rows))
+    for offer in offers:
+        if offer.reason is not None:
+            say(f"{offer.name}: {offer.reason}; {offer.remedy}")
 
 
 def doctor_command(json: flags.Json = False) -> None:

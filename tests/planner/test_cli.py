@@ -10,6 +10,7 @@ import typer.main
 
 import placewright
 from planner import cli
+from planner.engines import EngineOffer
 from planner.pipeline import Outcome
 from planner.workload import PlanRequest
 from plans.store import PlanStore
@@ -172,3 +173,14 @@ def test_engines_lists_native_first(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert placewright.run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("placewright ")
+
+
+def test_engines_that_can_not_be_used_say_why_below_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offer = EngineOffer("native", "native", None, None, "the library is missing " * 9, "run scripts/install")
+    monkeypatch.setattr(cli.engines, "offers", lambda settings: (offer,))
+    assert placewright.run(["engines"]) == 0
+    said = capsys.readouterr()
+    assert "can not be used" in said.out and max(map(len, said.out.splitlines())) < 80
+    assert "run scripts/install" in said.err
