@@ -48,14 +48,18 @@ def options_for(defines: Mapping[str, int | float | str], architecture: int) -> 
 
 
 def cubin(
-    source: str, defines: Mapping[str, int | float | str], architecture: int, nvrtc: Nvrtc | None = None
+    source: str,
+    defines: Mapping[str, int | float | str],
+    architecture: int,
+    nvrtc: Nvrtc | None = None,
+    extra_options: tuple[str, ...] = (),
 ) -> bytes:
     """Machine code of one variant for `architecture` (10 * major + minor), from the cache where it is there.
 
-    Raises CompileError with file, variant and the compiler's words.
+    `extra_options` are the compiler's own, for tests. Raises CompileError with file, variant and the compiler's words.
     """
     nvrtc = nvrtc or required_nvrtc()
-    text, options = spliced(source), options_for(defines, architecture)
+    text, options = spliced(source), (*options_for(defines, architecture), *extra_options)
     key = hashlib.sha256("\0".join((text, *options, repr(nvrtc.version))).encode()).hexdigest()
     path = cache_folder() / "cubin" / f"{source.removesuffix('.cu')}-{key[:32]}.cubin"
     with contextlib.suppress(OSError):
