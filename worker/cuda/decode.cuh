@@ -74,29 +74,63 @@ struct Queries {
   }
 };
 
-// Waits for the kernel in front; after this, queries and the cache are complete for this block. Blocks that share the
-// row's own page all write the same bytes to it, so that none waits for another.
-INLINE void prepare(const DecodeCall& call, const DecodeBlock& block, Queries& queries) {
-  wait_for_inputs();
-  const float* first = call.query + ((u64)block.row * call.n_heads + block.first_head) * HEAD_DIM;
 #if FUSED
+constexpr int kTasks = (HEADS + 2 + WARPS - 1) / WARPS;  // heads that a warp prepares: queries, the key, the value
+
+// What preparing heads needs and the kernel in front does not make.
+struct HeadFactors {
+  Turns turns;
+  LanePairs q_norm, k_norm;
+
+  INLINE HeadFactors(const DecodeCall& call, const DecodeBlock& block) {
+    turns.make(block.position, call.rope);
+    q_norm.load(call.rope.q_norm, call.rope);
+    k_norm.load(block.has_own_page() ? call.rope.k_norm : 0, call.rope);
+  }
+};
+
+INLINE const float* task_source(const DecodeCall& call, const DecodeBlock& block, int task) {
+  if (task < block.n_here)
+    return call.query + ((u64)block.row * call.n_heads + block.first_head + task) * HEAD_DIM;
+  const float* base = task == block.n_here ? call.rope.key : call.rope.value;
+  return base + ((u64)block.row * call.n_kv_heads + block.kv_head) * HEAD_DIM;
+}
+
+// All loads of a warp's heads first, then one head after the other.
+INLINE void prepare_heads(const DecodeCall& call, const DecodeBlock& block, const HeadFactors& factors,
+                          Queries& queries) {
   __shared__ float fresh[2][HEAD_DIM];
-  const int n_tasks = block.n_here + (block.has_own_page() ? 2 : 0);
-  for (int task = threadIdx.x / 32; task < n_tasks; task += WARPS) {
+  const int n_tasks = block.n_here + (block.has_own_page() ? 2 : 0), first = threadIdx.x / 32;
+  LanePairs heads[kTasks];
+#pragma unroll
+  for (int i = 0; i < kTasks; ++i)
+    if (first + i * WARPS < n_tasks) heads[i].load(task_source(call, block, first + i * WARPS), call.rope);
+#pragma unroll
+  for (int i = 0; i < kTasks; ++i) {
+    const int task = first + i * WARPS;
+    if (task >= n_tasks) break;
     if (task < block.n_here) {
-      prepare_head(first + task * HEAD_DIM, call.rope.q_norm, block.position, call.rope, true, queries.heads[task]);
+      finish_head(heads[i], call.rope.q_norm, factors.q_norm, true, factors.turns, call.rope, queries.heads[task]);
       continue;
     }
     const bool is_key = task == block.n_here;
-    const u64 at = ((u64)block.row * call.n_kv_heads + block.kv_head) * HEAD_DIM;
-    float* head = fresh[is_key];
-    prepare_head((is_key ? call.rope.key : call.rope.value) + at, is_key ? call.rope.k_norm : 0, block.position,
-                 call.rope, is_key, head);
-    store_head(head, is_key ? call.keys : call.values, is_key ? call.key_scales : call.value_scales,
+    finish_head(heads[i], is_key && call.rope.k_norm, factors.k_norm, is_key, factors.turns, call.rope, fresh[is_key]);
+    store_head(fresh[is_key], is_key ? call.keys : call.values, is_key ? call.key_scales : call.value_scales,
                block.cache.row(block.position));
   }
+}
+#endif
+
+// Waits for the kernel in front; after this, queries and the cache are complete for this block. Blocks that share the
+// row's own page all write the same bytes to it, so that none waits for another.
+INLINE void prepare(const DecodeCall& call, const DecodeBlock& block, Queries& queries) {
+#if FUSED
+  const HeadFactors factors(call, block);
+  wait_for_inputs();
+  prepare_heads(call, block, factors, queries);
 #else
-  queries.global = first;
+  wait_for_inputs();
+  queries.global = call.query + ((u64)block.row * call.n_heads + block.first_head) * HEAD_DIM;
 #endif
   __syncthreads();
 }

@@ -17,16 +17,24 @@ KERNEL __launch_bounds__(32 * kWarps)
   if (index >= n_heads + 2 * n_kv_heads) return;
   const int position = positions[token];
   float* head = heads[warp];
+  LanePairs pairs, norm;
+  Turns turns;
+  if (index < n_heads + n_kv_heads) turns.make(position, rope);
   if (index < n_heads) {
     float* own = query + ((u64)token * n_heads + index) * HEAD_DIM;
-    prepare_head(own, rope.q_norm, position, rope, true, head);
+    pairs.load(own, rope);
+    norm.load(rope.q_norm, rope);
+    finish_head(pairs, rope.q_norm, norm, true, turns, rope, head);
     for (int dim = lane; dim < HEAD_DIM; dim += 32) own[dim] = head[dim];
     return;
   }
   const bool is_key = index < n_heads + n_kv_heads;
   const int kv_head = index - n_heads - (is_key ? 0 : n_kv_heads);
   const float* own = (is_key ? rope.key : rope.value) + ((u64)token * n_kv_heads + kv_head) * HEAD_DIM;
-  prepare_head(own, is_key ? rope.k_norm : 0, position, rope, is_key, head);
+  const float* weights = is_key ? rope.k_norm : 0;
+  pairs.load(own, rope);
+  norm.load(weights, rope);
+  finish_head(pairs, weights, norm, is_key, turns, rope, head);
   const int page = page_tables[(u64)sequence_of_token[token] * max_pages + position / kPageTokens];
   const u64 slot = ((u64)page * n_kv_heads + kv_head) * kPageTokens + position % kPageTokens;
   store_head(head, is_key ? keys : values, is_key ? key_scales : value_scales, slot);

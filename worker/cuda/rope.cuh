@@ -42,35 +42,61 @@ INLINE float2 turn(int position, float frequency) {
   return make_float2(cosine - rest * sine, sine + rest * cosine);
 }
 
-// Norms (where there is a weight) and turns a head; the result lies in `head`, shared memory of this warp.
-INLINE void prepare_head(const float* source, const float* norm, int position, const Rope& rope, bool turns,
-                         float* head) {
-  const int lane = threadIdx.x % 32;
+// cos and sin for this lane's pairs at a position: the same for all heads of a layer.
+struct Turns {
   float2 values[kPairs];
-  float squares = 0.0f;
+
+  INLINE void make(int position, const Rope& rope) {
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const int pair = 32 * i + lane;
-    if (pair >= HEAD_DIM / 2) continue;
-    const int2 dims = pair_dims(pair, rope);
-    values[i] = make_float2(source[dims.x], source[dims.y]);
-    squares += values[i].x * values[i].x + values[i].y * values[i].y;
+    for (int i = 0; i < kPairs; ++i) {
+      const int pair = 32 * i + threadIdx.x % 32;
+      values[i] = make_float2(1.0f, 0.0f);
+      if (pair >= rope.rope_dim / 2) continue;
+      const float2 t = turn(position, rope.inverse_frequencies[pair]);
+      values[i] = make_float2(t.x * rope.magnitude, t.y * rope.magnitude);
+    }
   }
-  const float factor = norm ? 1.0f / sqrtf(warp_sum(squares) / (float)HEAD_DIM + rope.eps) : 1.0f;
+};
+
+// Two values for each of this lane's pairs: of a head, or of a norm's weights.
+struct LanePairs {
+  float2 values[kPairs];
+
+  INLINE void load(const float* source, const Rope& rope) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int pair = 32 * i + threadIdx.x % 32;
+      values[i] = make_float2(0.0f, 0.0f);
+      if (!source || pair >= HEAD_DIM / 2) continue;
+      const int2 dims = pair_dims(pair, rope);
+      values[i] = make_float2(source[dims.x], source[dims.y]);
+    }
+  }
+  INLINE float squares() const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) sum += values[i].x * values[i].x + values[i].y * values[i].y;
+    return sum;
+  }
+};
+
+// Norms a head where `has_norm`, turns it where `has_turns`; the result lies in `out`, shared memory of this warp.
+INLINE void finish_head(const LanePairs& head, bool has_norm, const LanePairs& norm, bool has_turns,
+                        const Turns& turns, const Rope& rope, float* out) {
+  const float factor = has_norm ? 1.0f / sqrtf(warp_sum(head.squares()) / (float)HEAD_DIM + rope.eps) : 1.0f;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    const int pair = 32 * i + lane;
+    const int pair = 32 * i + threadIdx.x % 32;
     if (pair >= HEAD_DIM / 2) continue;
     const int2 dims = pair_dims(pair, rope);
-    float2 v = values[i];
-    if (norm) v = make_float2(v.x * factor * norm[dims.x], v.y * factor * norm[dims.y]);
-    if (turns && pair < rope.rope_dim / 2) {
-      float2 t = turn(position, rope.inverse_frequencies[pair]);
-      t = make_float2(t.x * rope.magnitude, t.y * rope.magnitude);
+    float2 v = head.values[i];
+    if (has_norm) v = make_float2(v.x * factor * norm.values[i].x, v.y * factor * norm.values[i].y);
+    if (has_turns && pair < rope.rope_dim / 2) {
+      const float2 t = turns.values[i];
       v = make_float2(v.x * t.x - v.y * t.y, v.x * t.y + v.y * t.x);
     }
-    head[dims.x] = v.x;
-    head[dims.y] = v.y;
+    out[dims.x] = v.x;
+    out[dims.y] = v.y;
   }
   __syncwarp();
 }
