@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,9 +22,12 @@ def nvrtc() -> Nvrtc:
     return found
 
 
-def hasty(nvrtc: Nvrtc) -> tuple[str, ...]:
-    """Whether code compiles does not depend on how well: a third of the time, where the compiler has the option."""
-    return ("--Ofast-compile=max",) if nvrtc.version >= (13, 0) else ()
+def compile_variant(nvrtc: Nvrtc, variant: Variant, architecture: int) -> bytes:
+    """Hasty code takes a third of the time, where the compiler has the option; it does not manage every kernel."""
+    if nvrtc.version >= (13, 0):
+        with contextlib.suppress(CompileError):
+            return cubin(*variant, architecture, nvrtc, ("--Ofast-compile=max",))
+    return cubin(*variant, architecture, nvrtc)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -33,7 +37,7 @@ def test_every_variant_compiles(nvrtc: Nvrtc, architecture: int) -> None:
 
     def failure(variant: Variant) -> str | None:
         try:
-            assert cubin(*variant, architecture, nvrtc, hasty(nvrtc))
+            assert compile_variant(nvrtc, variant, architecture)
         except CompileError as error:
             return str(error)
         return None
