@@ -14,8 +14,8 @@ from configs.errors import EngineStartError
 from worker.cuda.device import ALIGNMENT_BYTES, Device
 
 MIB = 1 << 20
-# What the driver takes for itself: a context with its kernels and local memory, and per captured graph. Measured on
-# Hopper under driver 580 (context 0.5 GB with cuBLAS and its workspace); other cards take less.
+# What the driver takes for itself: a context with its kernels and local memory, and per captured graph. Estimates that
+# came within 73 MiB of what an H200 under driver 580 showed in use (docs/log.md); unknown on other cards.
 CONTEXT_BYTES = 640 * MIB
 GRAPH_BYTES = 2 * MIB
 
