@@ -104,7 +104,7 @@ def compare(first: Block, second: Block, targets: npt.NDArray[np.int32]) -> Toke
 def text_logprob(logprobs: Floats, targets: npt.NDArray[np.int32]) -> Floats:
     """Of the tokens that the text has, [n]; cut where llama.cpp's file cuts, or a few rare tokens would differ."""
     floor = logprobs.max(axis=-1) - KNOWN_NATS
-    return np.maximum(logprobs[np.arange(len(targets)), targets], floor)
+    return np.asarray(np.maximum(logprobs[np.arange(len(targets)), targets], floor), np.float32)
 
 
 def joined(parts: list[Tokens]) -> Tokens:

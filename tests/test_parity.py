@@ -88,7 +88,7 @@ def exact_answer(model: Path, token_ids: np.ndarray) -> list[np.ndarray]:
     executor = ReferenceExecutor(lower(describe_file(file).units), reference_weights(file), len(pages))
     answers = []
     for ids in token_ids:
-        fed = [int(file.metadata["tokenizer.ggml.bos_token_id"]), *ids[1:-1].tolist()]
+        fed = [file.metadata.integer("tokenizer.ggml.bos_token_id"), *ids[1:-1].tolist()]
         logits = executor.run(Batch.of_sequence(fed, 0, pages, all_outputs=True))
         answers.append(parity.log_softmax(logits[N_CONTEXT // 2 :]))
     return answers
