@@ -89,7 +89,7 @@ class Agreement(NamedTuple):
 def compare(first: Block, second: Block, targets: npt.NDArray[np.int32]) -> Tokens:
     x, y, rows = first.logprobs, second.logprobs, np.arange(len(targets))
     terms = np.where(first.known & second.known, np.exp(x) * (x - y), 0)
-    runner_up, best = np.argpartition(x, -2, axis=-1)[:, -2:].T
+    best, runner_up = best_two(x)
     columns = (
         terms.sum(axis=-1, dtype=np.float64),
         best == y.argmax(axis=-1),
@@ -99,6 +99,13 @@ def compare(first: Block, second: Block, targets: npt.NDArray[np.int32]) -> Toke
         text_logprob(y, targets),
     )
     return Tokens(*(np.asarray(column, np.float64) for column in columns))
+
+
+def best_two(logprobs: Floats) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Ids [n] of the best and of the second token; several times faster than a partition of each row."""
+    best, others = logprobs.argmax(axis=-1), logprobs.copy()
+    others[np.arange(len(best)), best] = -np.inf
+    return best, others.argmax(axis=-1)
 
 
 def text_logprob(logprobs: Floats, targets: npt.NDArray[np.int32]) -> Floats:
