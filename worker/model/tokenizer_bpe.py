@@ -45,7 +45,8 @@ class BytePairModel:
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, no special tokens. A byte that the vocabulary lacks is dropped."""
         try:
-            ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
+            # The batch call is the one that lets other threads run meanwhile; "fast" leaves out what is not read here.
+            (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=False)
         except BaseException as error:  # the library reports its panics as a BaseException of its own
             if type(error).__name__ != "PanicException":
                 raise
@@ -54,6 +55,7 @@ class BytePairModel:
                 "shorten its runs of spaces",
                 code="invalid_request",
             ) from None
+        ids: list[int] = encoding.ids
         return self._replace_spare(ids) if self._spare_bytes else ids
 
     def bytes_of(self, token: str) -> bytes:
