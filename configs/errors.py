@@ -11,6 +11,7 @@
         EngineDiedError         the process is gone or stopped answering
         RequestFailedError      one request failed, the engine lives on
       MeasureError              a measurement could not be made
+        TrialTimeoutError       a trial did not end in its time
 
 A message says what was asked, what is there and what to try.
 """
@@ -87,3 +88,7 @@ class RequestFailedError(EngineError):
 
 class MeasureError(PlacewrightError):
     """A measurement could not be made."""
+
+
+class TrialTimeoutError(MeasureError):
+    """A trial did not end in the time that it was given."""
