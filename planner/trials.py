@@ -72,8 +72,9 @@ async def _stamps(engine: Engine, passage: Passage, clock: Clock) -> list[float]
             stamps.append(clock())
         elif isinstance(event, Done):
             reason = event.reason
-            if event.timings.cached_tokens > 1:  # a begin-of-sequence token may be shared
-                raise MeasureError(f"reused {event.timings.cached_tokens} tokens of an earlier prompt")
+            n_cached = event.timings.cached_tokens or 0
+            if n_cached > 1:  # a begin-of-sequence token may be shared
+                raise MeasureError(f"reused {n_cached} tokens of an earlier prompt")
     if len(stamps) != len(passage.output_ids):
         raise MeasureError(
             f"asked for {len(passage.output_ids)} tokens, got {len(stamps)} (ended by {reason})"
