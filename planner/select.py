@@ -16,6 +16,10 @@ from planner.statistics import Interval, median, paired_ratio
 from planner.trials import score_s
 from plans.plan import CandidateResult, Rejected, RequestMix, Trial
 
+MOST_TIE_RATIO = (
+    1.1  # slower than this by the middle of the interval, it wins no tie, however wide the interval
+)
+
 
 class Selection(msgspec.Struct, frozen=True):
     winner: Candidate
@@ -57,8 +61,8 @@ def _is_tie(interval: Interval | None) -> bool:
 
 def _prefer(fast: Candidate, slow: Candidate, engines: tuple[str, ...], interval: Interval | None) -> bool:
     """Whether `slow` takes the tie: it takes less of the machine, or its engine is named first."""
-    if interval is not None and interval.low is None and interval.ratio > 1.1:
-        return False  # one pair proves nothing, but a tenth is no tie either
+    if interval is not None and interval.ratio > MOST_TIE_RATIO:
+        return False  # noise may hide the reason, but a tenth is no tie
     if fast.placement.engine != slow.placement.engine:
         return engines.index(slow.placement.engine) < engines.index(fast.placement.engine)
     return slow.thrift < fast.thrift

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,7 +15,7 @@ from planner.pool import EnginePool
 from planner.progress import Reporter
 from planner.prompts import Material
 from planner.search import Candidate, label_of
-from planner.select import Selection, select
+from planner.select import Selection, _prefer, select
 from planner.statistics import Interval
 from plans.placement import Placement
 from plans.plan import Rejected, RequestMix
@@ -77,6 +78,23 @@ def test_within_the_noise_fewer_threads_win() -> None:
     selection = chosen(candidates, run(farm, candidates))
     assert selection.winner.placement.decode_threads == 3
     assert "within the noise" in selection.because
+
+
+@pytest.mark.parametrize(
+    ("interval", "goes_to_thrift"),
+    [
+        (None, True),
+        (Interval(1.04, 0.98, 1.10, 7), True),
+        (Interval(1.14, 0.98, 1.32, 7), False),
+        (Interval(1.05, None, None, 1), True),
+        (Interval(1.2, None, None, 1), False),
+    ],
+)
+def test_noise_gives_no_tie_to_one_that_is_a_tenth_slower(
+    interval: Interval | None, goes_to_thrift: bool
+) -> None:
+    fast, thrifty = candidate(decode_threads=4), candidate(decode_threads=3)
+    assert _prefer(fast, thrifty, ("native",), interval) is goes_to_thrift
 
 
 def test_equal_engines_go_by_preference() -> None:
@@ -244,7 +262,8 @@ def test_an_interrupt_stops_the_engines() -> None:
     farm = EngineFarm(lambda item: (500.0, 50.0))
 
     def interrupted(item: Placement) -> tuple[float, float]:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+        return 500.0, 50.0
 
     farm.speeds = interrupted
     with pytest.raises(KeyboardInterrupt):
