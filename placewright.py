@@ -44,11 +44,14 @@ def run(arguments: list[str]) -> int:
         print(f"placewright: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        code = INTERRUPTED
+    except SystemExit as error:  # Typer makes one of every ending, an interrupt of a command included
+        code = error.code if isinstance(error.code, int) else 1
+    else:
+        return 0
+    if code == INTERRUPTED:
         print("placewright: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
-    return 0
+    return code
 
 
 def main() -> None:
