@@ -13,7 +13,7 @@ import typer
 from configs.settings import ServeSettings, Settings, load_settings
 from plans.plan import Plan
 from server.app import build_app
-from server.load import engine_factory, load_text, model_info, open_plan
+from server.load import ModelGuard, engine_factory, load_text, model_info, open_plan
 from server.serve import Stop, bind, run_server, url_of
 from server.supervise import Supervisor
 
@@ -52,7 +52,7 @@ async def serve_plan(plan: Plan, settings: Settings, listener: socket.socket) ->
     stop = Stop()
     stop.ask_on_signals()
     text = await asyncio.to_thread(load_text, plan)
-    supervisor = Supervisor(engine_factory(plan, settings, text), settings.worker)
+    supervisor = Supervisor(engine_factory(plan, settings, text), settings.worker, ModelGuard(plan).check)
     app = build_app(supervisor, model_info(plan, text), text, settings.serve)
     url = url_of(listener)
     say(f"loading {plan.model.name} under plan {plan.id[:12]}")

@@ -95,10 +95,19 @@ class EngineRun:
 
 
 class Supervisor:
-    """`async with Supervisor(factory, settings)` starts watching; leaving it closes the engine."""
+    """`async with Supervisor(factory, settings)` starts watching; leaving it closes the engine.
 
-    def __init__(self, new_engine: Callable[[], Engine], settings: WorkerSettings) -> None:
+    `check` runs in a thread before each start of an engine; what it raises counts as a start that failed.
+    """
+
+    def __init__(
+        self,
+        new_engine: Callable[[], Engine],
+        settings: WorkerSettings,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._new_engine = new_engine
+        self._check = check
         self._settings = settings
         self._engine: Engine | None = None
         self._state: State = "starting"
@@ -209,6 +218,7 @@ class Supervisor:
         self._served = False
         try:
             try:
+                await asyncio.to_thread(self._check)
                 self.info = await self._engine.start(self._note_progress)
             except Exception as error:
                 self._note_failure(error)
