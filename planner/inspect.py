@@ -161,5 +161,12 @@ def card_of(file: ModelFile) -> ModelCard:
 
 
 def read_card(path: Path) -> ModelCard:
-    """Opens the model at `path` (any part of a split set). Raises ModelFileError for a file that is none."""
+    """Opens the model at `path` (any part of a split set).
+
+    Raises ModelFileError for a file that is none, and for a path that no card and no plan can hold.
+    """
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise ModelFileError(f"{path}: the path is not valid UTF-8; rename what is not") from None
     return card_of(open_model(path.absolute()))

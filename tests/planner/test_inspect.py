@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from configs.errors import ModelFileError
 from planner.inspect import NATIVE_TYPES, read_card
 from plans.show import card_builtins, card_text
 from tests.model import raw_gguf
@@ -75,3 +77,10 @@ def test_an_unknown_tokenizer_is_told(tmp_path: Path) -> None:
     card = read_card(path)
     assert card.tokenizer_reason is not None and "tokenizer.ggml.pre is 'gpt-x'" in card.tokenizer_reason
     assert "can not be used" in card_text(card)
+
+
+def test_a_path_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """A plan is a text file and could not name it."""
+    model = write_model(tmp_path, "llama", "Q8_0").rename(tmp_path / os.fsdecode(b"m\xe9.gguf"))
+    with pytest.raises(ModelFileError, match="not valid UTF-8"):
+        read_card(model)
