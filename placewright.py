@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from configs.errors import PlacewrightError
+from configs.errors import PlacewrightError, printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def run(arguments: list[str]) -> int:
     try:
         make_app()(arguments, prog_name="placewright")
     except PlacewrightError as error:
-        print(f"placewright: {error}", file=sys.stderr)
+        print(f"placewright: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         code = INTERRUPTED

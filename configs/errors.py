@@ -18,6 +18,13 @@ A message says what was asked, what is there and what to try.
 
 from __future__ import annotations
 
+_STEERING = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}, "\ufffd")
+
+
+def printable(text: str) -> str:
+    """`text` with U+FFFD for characters that steer a terminal: names in a model file are a stranger's words."""
+    return text.translate(_STEERING)
+
 
 class PlacewrightError(Exception):
     """Base of all errors shown to a user; `exit_code` is what the command line returns."""
