@@ -204,6 +204,8 @@ def test_concurrency_measures_the_sum() -> None:
     assert measurement.trials[0].prompt_tokens == 3 * 128
     assert measurement.trials[0].output_tokens == 3 * 16
     assert measurement.trials[0].prefill_tokens_per_s > 200  # decoding of the first delays the others
+    # ... and what the first ones decoded before the last one's prefill ended does not count beside its time
+    assert measurement.trials[0].decode_tokens_per_s == pytest.approx(50, rel=0.1)
 
 
 def test_the_first_trial_teaches_how_long_the_others_may_be() -> None:
