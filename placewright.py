@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from configs.errors import PlacewrightError
+from configs.errors import PlacewrightError, printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,14 +41,17 @@ def run(arguments: list[str]) -> int:
     try:
         make_app()(arguments, prog_name="placewright")
     except PlacewrightError as error:
-        print(f"placewright: {error}", file=sys.stderr)
+        print(f"placewright: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        code = INTERRUPTED
+    except SystemExit as error:  # Typer makes one of every ending, an interrupt of a command included
+        code = error.code if isinstance(error.code, int) else 1
+    else:
+        return 0
+    if code == INTERRUPTED:
         print("placewright: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
-    return 0
+    return code
 
 
 def main() -> None:

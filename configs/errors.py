@@ -11,11 +11,19 @@
         EngineDiedError         the process is gone or stopped answering
         RequestFailedError      one request failed, the engine lives on
       MeasureError              a measurement could not be made
+        TrialTimeoutError       a trial did not end in its time
 
 A message says what was asked, what is there and what to try.
 """
 
 from __future__ import annotations
+
+_STEERING = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}, "\ufffd")
+
+
+def printable(text: str) -> str:
+    """`text` with U+FFFD for characters that steer a terminal: names in a model file are a stranger's words."""
+    return text.translate(_STEERING)
 
 
 class PlacewrightError(Exception):
@@ -87,3 +95,7 @@ class RequestFailedError(EngineError):
 
 class MeasureError(PlacewrightError):
     """A measurement could not be made."""
+
+
+class TrialTimeoutError(MeasureError):
+    """A trial did not end in the time that it was given."""

@@ -50,6 +50,7 @@ class ServeSettings(Section):
     max_waiting_requests: Annotated[int, Field(ge=0)] = 64  # beyond those the engine runs at a time
     max_open_requests: Count = 256  # of any kind, streams included
     max_body_bytes: Count = 16 * 1024 * 1024
+    max_tokenize_bytes: Count = 1024 * 1024  # of text in /tokenize: about a second and 200 MB of memory
     body_timeout_s: Positive = 30.0
     keep_alive_s: Positive = 10.0  # a comment line in a stream that is silent for so long
     write_timeout_s: Positive = 120.0  # a client that reads nothing for so long is cut off

@@ -7,10 +7,8 @@ to stderr; `--json` prints one document. Errors travel to `placewright.py` as ex
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
-import msgspec
 import typer
 
 from configs.errors import PlacewrightError, UserError
@@ -19,6 +17,7 @@ from configs.settings import Settings, load_settings
 from planner import doctor, engines, flags, inspect, pipeline
 from planner.bench.cli import bench_app
 from planner.context import Context
+from planner.output import emit, emit_json, say
 from planner.probe import probe_machine
 from planner.progress import make_reporter
 from planner.search import SearchResult
@@ -27,20 +26,6 @@ from planner.workload import PlanRequest
 from plans import host, show
 from plans.plan import Limits, plan_builtins
 from plans.store import PlanStore
-
-
-def emit(text: str) -> None:
-    """A result on stdout."""
-    sys.stdout.write(text.rstrip("\n") + "\n")
-
-
-def emit_json(value: Any) -> None:
-    emit(msgspec.json.format(msgspec.json.encode(value)).decode())
-
-
-def say(text: str) -> None:
-    """A word to the person, on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def split_list(flag: str, text: str | None) -> tuple[str, ...]:

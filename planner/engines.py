@@ -55,6 +55,9 @@ def _native_offer() -> EngineOffer:
 def _other_offer(name: str, settings: Settings) -> EngineOffer:
     entry = settings.engines.get(name)
     if entry is not None and entry.kind == "openai":
+        if not (entry.url or "").startswith(("http://", "https://")):
+            remedy = f"say engines.{name}.url = 'http://...' in the settings"
+            return EngineOffer(name, entry.kind, None, entry.url, f"its url is {entry.url!r}", remedy)
         return EngineOffer(name, entry.kind, None, entry.url, None)
     try:
         program = find_program(entry.path if entry is not None else None)

@@ -47,7 +47,12 @@ Engines = Annotated[
 ]
 BudgetS = Annotated[
     float | None,
-    typer.Option("--budget-s", help=f"Seconds to measure for. Default: {_DEFAULTS.tuning_budget_s:.0f}."),
+    typer.Option(
+        "--budget-s",
+        help="Seconds for timing candidates, starts of engines included; probing and hashing, once a machine and a "
+        "file, come on top. When it ends, the first engine may still start and the running trial has 5 s left. "
+        f"Default: {_DEFAULTS.tuning_budget_s:.0f}.",
+    ),
 ]
 GpuMemoryMib = Annotated[int | None, typer.Option("--gpu-memory-mib", help="Cap on the memory of a GPU.")]
 HostMemoryMib = Annotated[int | None, typer.Option("--host-memory-mib", help="Cap on RAM.")]

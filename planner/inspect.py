@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from configs.errors import ModelFileError
+from configs.errors import ModelFileError, printable
 from plans.card import CARD_VERSION, KindBytes, KvLayer, ModelCard, TypeBytes, kv_layers_of
 from plans.units import TensorRef, Unit
 from worker.model import archs
@@ -104,7 +104,7 @@ def _whole(metadata: Metadata, key: str) -> int | None:
 
 def _text(metadata: Metadata, key: str) -> str | None:
     value = metadata.get(key)
-    return value if isinstance(value, str) and value else None
+    return printable(value) if isinstance(value, str) and value else None
 
 
 def _kv_layers(file: ModelFile) -> tuple[KvLayer, ...]:
@@ -138,7 +138,7 @@ def card_of(file: ModelFile) -> ModelCard:
     return ModelCard(
         card_version=CARD_VERSION,
         name=_text(metadata, "general.name") or file.path.stem,
-        architecture=prefix,
+        architecture=printable(prefix),
         paths=tuple(str(path) for path in file.paths),
         file_bytes=file.file_bytes,
         parameters=sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
@@ -161,5 +161,12 @@ def card_of(file: ModelFile) -> ModelCard:
 
 
 def read_card(path: Path) -> ModelCard:
-    """Opens the model at `path` (any part of a split set). Raises ModelFileError for a file that is none."""
+    """Opens the model at `path` (any part of a split set).
+
+    Raises ModelFileError for a file that is none, and for a path that no card and no plan can hold.
+    """
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise ModelFileError(f"{path}: the path is not valid UTF-8; rename what is not") from None
     return card_of(open_model(path.absolute()))

@@ -2,6 +2,9 @@
 
 A round gives every remaining candidate the same passage, in random order. After each round the ones that are
 slower than the leader beyond doubt are dropped with their numbers. The last two go on with held-out prompts.
+
+The budget bounds it all, starts of engines included: nothing begins that is not expected to end within it, and a
+trial that runs nevertheless when it ends is stopped `OVERTIME_S` later. Only the first engine is always started.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from configs.errors import EngineError, MeasureError
+from configs.errors import EngineError, MeasureError, TrialTimeoutError
 from planner.pool import EnginePool
 from planner.progress import Reporter
 from planner.prompts import Material, Split
@@ -22,9 +25,11 @@ from planner.trials import Clock, Timing, score_s, time_one
 from plans.plan import Rejected, RequestMix, Trial
 
 FEWEST_ROUNDS = 3
+FEWEST_TO_SETTLE = 2  # rounds, however clear the first one was
 MOST_ROUNDS = 40
 ROUNDS_PLANNED = 4  # cold, and three that make an interval
 CONFIRM_SHARE = 0.25  # of the budget, kept for the held-out prompts of the last two
+OVERTIME_S = 5.0
 TIE_RATIO = 1.015  # two candidates closer than this are equal for a user
 HOPELESS_COLD_RATIO = (
     2.5  # slower than this in the first trial, page faults and all: looked at once more, warm
@@ -33,6 +38,10 @@ HOPELESS_RATIOS = {1: 2.5, 2: 1.5}  # the same for warm rounds, while there are 
 _TRIAL_LIMIT_RATIO = 4.0  # a trial is stopped at this multiple of the best one
 _SHORTEST_LIMIT_S = 20.0
 _FIRST_LIMIT_S = 300.0
+
+
+Stage = Literal["cold", "train", "heldout"]
+"""Which trials: the first of each engine, or the warm ones on prompts of a split."""
 
 
 class Lengths(msgspec.Struct, frozen=True):
@@ -78,14 +87,31 @@ class _Race:
         self.random = random.Random(task.seed)
         self.best_wall_s = float("inf")
         self.lengths = task.lengths
+        self.start_cost_s: dict[str, float] = {}  # by candidate, of its last start
 
     def spent_s(self) -> float:
         return self.clock() - self.start_s
 
     def _limit_s(self) -> float:
+        """Of a trial: a multiple of the best one, and little more than what is left of the budget."""
+        left_s = max(0.0, self.task.budget_s - self.spent_s()) + OVERTIME_S
         if self.best_wall_s == float("inf"):
-            return _FIRST_LIMIT_S
-        return max(_SHORTEST_LIMIT_S, _TRIAL_LIMIT_RATIO * self.best_wall_s)
+            return min(left_s, _FIRST_LIMIT_S)
+        return min(left_s, max(_SHORTEST_LIMIT_S, _TRIAL_LIMIT_RATIO * self.best_wall_s))
+
+    def cost_s(self, candidate: Candidate) -> float:
+        """What one more trial of a candidate is expected to take, by its last one; with a start if it needs one."""
+        last = next(trial for trial in reversed(self.trials) if trial.candidate == candidate.label)
+        seconds = score_s(
+            last.prefill_tokens_per_s,
+            last.decode_tokens_per_s,
+            RequestMix(self.lengths.prompt_tokens, self.lengths.output_tokens),
+        )
+        start_s = 0.0 if self.pool.holds(candidate) else self.start_cost_s[candidate.label]
+        return start_s + seconds * self.task.concurrency
+
+    def fits(self, seconds: float, until_s: float) -> bool:
+        return self.spent_s() + seconds <= until_s
 
     def drop(self, candidate: Candidate, stage: Literal["engine", "measure", "confirm"], reason: str) -> None:
         self.alive = [item for item in self.alive if item.label != candidate.label]
@@ -93,7 +119,10 @@ class _Race:
         self.reporter.note(f"dropped {candidate.label}: {reason}")
 
     async def _timed(self, candidate: Candidate, split: Split, index: int) -> tuple[Timing, str]:
-        engine, _ = await self.pool.get(candidate)
+        began_s = self.spent_s()
+        engine, is_new = await self.pool.get(candidate)
+        if is_new:
+            self.start_cost_s[candidate.label] = self.spent_s() - began_s
         count, lengths = self.task.concurrency, self.lengths
         passages = [
             self.material.passage(split, index * count + i, lengths.prompt_tokens, lengths.output_tokens)
@@ -102,11 +131,16 @@ class _Race:
         return await time_one(engine, passages, self.clock, self._limit_s()), passages[0].name
 
     async def trial(self, candidate: Candidate, split: Split, number: int, cold: bool) -> Trial | None:
-        """One trial; None when the engine failed, and then the candidate is out with the engine's words."""
+        """One trial; None when there is none: the engine failed, and the candidate is out with its words, or the
+        budget ended, and it is out only if this was its first one."""
         self.reporter.busy(f"round {number}: {candidate.label}")
         try:
             timing, prompt = await self._timed(candidate, split, number)
         except (EngineError, MeasureError) as error:
+            if isinstance(error, TrialTimeoutError) and self.spent_s() > self.task.budget_s:
+                if cold:
+                    self.drop(candidate, "measure", f"the budget ended in its first trial ({error})")
+                return None
             await self.pool.drop(candidate)
             self.drop(candidate, "engine", str(error))
             return None
@@ -133,19 +167,22 @@ class _Race:
 
     async def qualify(self) -> None:
         """Starts every candidate and gives it one cold trial; failures and hopeless ones end here."""
-        best = float("inf")
-        for candidate in self.task.candidates:
-            if self.alive and self.spent_s() > self.task.budget_s * (1 - CONFIRM_SHARE):
+        best, first_s = float("inf"), 0.0
+        for number, candidate in enumerate(self.task.candidates):
+            began_s = self.spent_s()
+            if number and not self.fits(first_s, self.task.budget_s * (1 - CONFIRM_SHARE)):
                 self.rejected.append(Rejected(candidate.label, "measure", "the budget ended before its turn"))
                 continue
             self.alive.append(candidate)
             trial = await self.trial(candidate, "train", 0, cold=True)
+            first_s = first_s or self.spent_s() - began_s
             if trial is None:
                 continue
             if best == float("inf"):
                 self.fit_lengths(trial)
             score = self.score(trial)
-            if score > HOPELESS_COLD_RATIO * best:
+            hopeless = score > HOPELESS_COLD_RATIO * best
+            if hopeless and self.fits(self.cost_s(candidate), self.task.budget_s):
                 await self._second_chance(candidate, best)
             best = min(best, score)
 
@@ -177,33 +214,30 @@ class _Race:
         for candidate in self.random.sample(self.alive, len(self.alive)):
             await self.trial(candidate, split, number, cold=False)
 
-    def scores(self, label: str, split: Split) -> dict[int, float]:
-        """Seconds by round, warm trials only."""
+    def scores(self, label: str, stage: Stage) -> dict[int, float]:
+        """Seconds by round."""
         return {
             trial.round: self.score(trial)
             for trial in self.trials
-            if trial.candidate == label and trial.split == split and not trial.cold
+            if trial.candidate == label and stage == ("cold" if trial.cold else trial.split)
         }
 
-    def against(self, label: str, leader: str, split: Split) -> Interval | None:
+    def against(self, label: str, leader: str, stage: Stage) -> Interval | None:
         """How many times the leader's time a candidate takes, over the rounds that both ran."""
-        ours, theirs = self.scores(label, split), self.scores(leader, split)
+        ours, theirs = self.scores(label, stage), self.scores(leader, stage)
         rounds = sorted(ours.keys() & theirs.keys())
         if not rounds:
             return None
         return paired_ratio([ours[i] for i in rounds], [theirs[i] for i in rounds])
 
-    def ranking(self, split: Split) -> list[Candidate]:
-        """Fastest first, by the geometric mean against the first candidate that is alive."""
-        if not self.alive:
-            return []
-        base = self.alive[0].label
-
-        def ratio(candidate: Candidate) -> float:
-            interval = self.against(candidate.label, base, split)
-            return interval.ratio if interval else float("inf")
-
-        return sorted(self.alive, key=ratio)
+    def ranking(self, *stages: Stage) -> list[Candidate]:
+        """Fastest first, by the first of `stages` that all candidates ran; ratios are against one of them."""
+        for stage in stages:
+            found = [(item, self.against(item.label, self.alive[0].label, stage)) for item in self.alive]
+            rated = [(interval.ratio, item) for item, interval in found if interval is not None]
+            if len(rated) == len(self.alive):
+                return [item for _, item in sorted(rated, key=lambda pair: pair[0])]
+        return list(self.alive)
 
     async def _lost(self, candidate: Candidate, leader: Candidate, interval: Interval) -> None:
         ends = f" ({interval.low:.3f} to {interval.high:.3f})" if interval.low and interval.high else ""
@@ -236,18 +270,16 @@ def judge(interval: Interval | None) -> Literal["slower", "equal", "open"]:
     return "equal" if interval.high <= TIE_RATIO else "open"
 
 
-async def _repeat(race: _Race, split: Split, until_s: float, fewest: int) -> str:
+async def _repeat(race: _Race, split: Split, until_s: float) -> str:
     """Rounds until the candidates separate, are equal, or the time is up; says which."""
     for number in range(1, MOST_ROUNDS + 1):
-        began_s = race.spent_s()
+        if not race.fits(sum(map(race.cost_s, race.alive)), until_s):
+            return f"the budget ended after {number - 1} rounds"
         await race.round(split, number)
         if not race.alive:
             return "every candidate failed"
-        if await race.drop_slower(split) and number >= fewest:
+        if await race.drop_slower(split) and number >= FEWEST_TO_SETTLE:
             return f"separated after {number} rounds"
-        round_s = race.spent_s() - began_s
-        if number >= fewest and race.spent_s() + round_s > until_s:
-            return f"the budget ended after {number} rounds"
     return f"still not separated after {MOST_ROUNDS} rounds"
 
 
@@ -258,30 +290,34 @@ async def measure(
     race = _Race(task, material, pool, reporter, clock)
     await race.qualify()
     if race.alive:
-        decided = await _repeat(race, "train", task.budget_s * (1 - CONFIRM_SHARE), _fewest(race))
-    if not race.alive:
-        raise MeasureError(f"no candidate works: {_reasons(race.rejected)}")
+        decided = await _repeat(race, "train", task.budget_s * (1 - CONFIRM_SHARE))
+    _check_some_left(race)
     await _keep_two(race)
-    confirmed = await _repeat(race, "heldout", task.budget_s, _fewest(race))
-    if not race.alive:
-        raise MeasureError(f"no candidate works: {_reasons(race.rejected)}")
+    confirmed = await _repeat(race, "heldout", task.budget_s)
+    _check_some_left(race)
     return Measurement(
         trials=tuple(race.trials),
         rejected=tuple(race.rejected),
-        order=tuple(candidate.label for candidate in race.ranking("heldout")),
+        order=tuple(candidate.label for candidate in race.ranking("heldout", "train", "cold")),
         decided=f"search prompts: {decided}; held-out prompts: {confirmed}",
         spent_s=round(race.spent_s(), 3),
     )
 
 
-def _fewest(race: _Race) -> int:
-    """One round still makes a number when the budget is gone; three make an interval."""
-    return 1 if race.spent_s() > race.task.budget_s else 2
+def _check_some_left(race: _Race) -> None:
+    if race.alive:
+        return
+    if not race.trials and race.spent_s() > race.task.budget_s:
+        raise MeasureError(
+            f"the budget of {race.task.budget_s:g} s ended before a trial did ({_reasons(race.rejected)}); "
+            "use a longer --budget-s"
+        )
+    raise MeasureError(f"no candidate works: {_reasons(race.rejected)}")
 
 
 async def _keep_two(race: _Race) -> None:
     """The two fastest go on; the others are told what they lost by."""
-    leader, *others = race.ranking("train")
+    leader, *others = race.ranking("train", "cold")
     for candidate in others[1:]:
         interval = race.against(candidate.label, leader.label, "train")
         ratio = f"{interval.ratio:.3f} times {leader.label}" if interval else "no common round"
@@ -308,6 +344,8 @@ def choose_lengths(
         Lengths(192, 32),
         Lengths(128, 16),
         Lengths(64, 12),
+        Lengths(32, 8),
+        Lengths(16, 4),
     ]
     fitting = [
         Lengths(min(item.prompt_tokens, mix.prompt_tokens), min(item.output_tokens, mix.output_tokens))

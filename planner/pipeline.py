@@ -26,7 +26,7 @@ from planner.search import Candidate, SearchResult, check_limits, request_s, sea
 from planner.select import Selection, select
 from planner.workload import PlanRequest, make_workload
 from plans.card import ModelCard
-from plans.key import NATIVE, make_key
+from plans.key import NATIVE, make_key, verify_model
 from plans.machine import MachineReport
 from plans.plan import FORMAT_VERSION, Evidence, ModelIdentity, Plan, PlanKey, RequestMix, Workload
 
@@ -64,8 +64,19 @@ def make_plan(request: PlanRequest, context: Context) -> Outcome:
 
 
 def saved_answer(key: PlanKey, request: PlanRequest, context: Context) -> Plan | None:
-    """The plan that answers the same question already, unless a new one is asked for."""
-    return None if request.replan or request.dry_run else context.store.find_by_key(key.digest)
+    """The plan that answers the same question already, unless a new one is asked for.
+
+    One whose model is no longer where it was is saved once more with the new place; what was measured holds.
+    """
+    saved = None if request.replan or request.dry_run else context.store.find_by_key(key.digest)
+    if saved is None or saved.key.model_files == key.model_files or not verify_model(saved):
+        return saved
+    context.reporter.note(
+        f"the model of plan {saved.id[:12]} was moved: its answer is saved for the new place"
+    )
+    paths = tuple(file.path for file in key.model_files)
+    model = msgspec.structs.replace(saved.model, paths=paths)
+    return context.store.save(msgspec.structs.replace(saved, created_at=now_text(), model=model, key=key))
 
 
 def search_and_measure(
@@ -209,6 +220,10 @@ async def race(
         await pool.close()
 
 
+def now_text() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
 def build_plan(
     card: ModelCard,
     report: MachineReport,
@@ -222,7 +237,7 @@ def build_plan(
     return Plan(
         format_version=FORMAT_VERSION,
         placewright_version=context.version,
-        created_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+        created_at=now_text(),
         model=ModelIdentity(
             name=card.name,
             architecture=card.architecture,

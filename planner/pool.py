@@ -49,6 +49,10 @@ class EnginePool:
             raise
         return engine, True
 
+    def holds(self, candidate: Candidate) -> bool:
+        """Whether the engine of a candidate runs now."""
+        return candidate.label in self._running
+
     def _need(self, candidate: Candidate) -> tuple[int, ...]:
         """Bytes of RAM, then of each GPU by number."""
         on_gpus = [0] * (len(self._limits_bytes) - 1)

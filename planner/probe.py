@@ -20,6 +20,7 @@ import msgspec
 
 from configs.errors import MeasureError
 from configs.paths import cache_folder, usable_folder
+from planner.bystanders import Bystanders, disturbance
 from planner.progress import Reporter
 from plans import host
 from plans.files import hash_file, write_atomically
@@ -75,12 +76,22 @@ def probe_machine(here: Host, reprobe: bool, reporter: Reporter) -> MachineRepor
     known = None if reprobe else load_report(file)
     if known is not None:
         reporter.note(f"known since {known.measured_at} (--reprobe measures again)")
+        _note_disturbance(known, reporter)
         return known
-    report = msgspec.structs.replace(run_probe(reporter), host=here)
+    others = Bystanders()
+    report = run_probe(reporter)
+    report = msgspec.structs.replace(report, host=here, others_cpu_share=others.share())
     with contextlib.suppress(OSError):  # a cache that can not be written costs time only
         write_atomically(file, msgspec.json.encode(report))
     reporter.note(f"measured in {report.probe_s:.1f} s")
+    _note_disturbance(report, reporter)
     return report
+
+
+def _note_disturbance(report: MachineReport, reporter: Reporter) -> None:
+    words = disturbance(report.others_cpu_share)
+    if words is not None:
+        reporter.note(words)
 
 
 def _relay(stream: IO[str], reporter: Reporter, tail: list[str]) -> None:

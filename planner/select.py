@@ -16,6 +16,10 @@ from planner.statistics import Interval, median, paired_ratio
 from planner.trials import score_s
 from plans.plan import CandidateResult, Rejected, RequestMix, Trial
 
+MOST_TIE_RATIO = (
+    1.1  # slower than this by the middle of the interval, it wins no tie, however wide the interval
+)
+
 
 class Selection(msgspec.Struct, frozen=True):
     winner: Candidate
@@ -29,19 +33,23 @@ def _warm(trials: Iterable[Trial], label: str) -> list[Trial]:
 
 
 def compare(trials: Iterable[Trial], left: str, right: str, mix: RequestMix) -> Interval | None:
-    """Time of `left` over time of `right`, paired by split and round."""
+    """Time of `left` over time of `right`, paired by split and round; by the cold trials if there is no warm pair."""
     rows = list(trials)
-    scores = [
-        {
-            (trial.split, trial.round): score_s(trial.prefill_tokens_per_s, trial.decode_tokens_per_s, mix)
-            for trial in _warm(rows, label)
-        }
-        for label in (left, right)
-    ]
-    common = sorted(scores[0].keys() & scores[1].keys())
-    if not common:
-        return None
-    return paired_ratio([scores[0][key] for key in common], [scores[1][key] for key in common])
+    for is_cold in (False, True):
+        scores = [
+            {
+                (trial.split, trial.round): score_s(
+                    trial.prefill_tokens_per_s, trial.decode_tokens_per_s, mix
+                )
+                for trial in rows
+                if trial.candidate == label and trial.cold == is_cold
+            }
+            for label in (left, right)
+        ]
+        common = sorted(scores[0].keys() & scores[1].keys())
+        if common:
+            return paired_ratio([scores[0][key] for key in common], [scores[1][key] for key in common])
+    return None
 
 
 def _is_tie(interval: Interval | None) -> bool:
@@ -53,8 +61,8 @@ def _is_tie(interval: Interval | None) -> bool:
 
 def _prefer(fast: Candidate, slow: Candidate, engines: tuple[str, ...], interval: Interval | None) -> bool:
     """Whether `slow` takes the tie: it takes less of the machine, or its engine is named first."""
-    if interval is not None and interval.low is None and interval.ratio > 1.1:
-        return False  # one pair proves nothing, but a tenth is no tie either
+    if interval is not None and interval.ratio > MOST_TIE_RATIO:
+        return False  # noise may hide the reason, but a tenth is no tie
     if fast.placement.engine != slow.placement.engine:
         return engines.index(slow.placement.engine) < engines.index(fast.placement.engine)
     return slow.thrift < fast.thrift
@@ -67,6 +75,10 @@ def _words(interval: Interval | None) -> str:
     return f"{interval.ratio:.3f}{ends} times its time over {interval.n} paired trials"
 
 
+def _cold_words(measurement: Measurement, winner: Candidate) -> str:
+    return "" if _warm(measurement.trials, winner.label) else "; measured cold: the budget ended before more"
+
+
 def select(
     candidates: tuple[Candidate, ...], measurement: Measurement, mix: RequestMix, engines: tuple[str, ...]
 ) -> Selection:
@@ -74,9 +86,8 @@ def select(
     by_label = {candidate.label: candidate for candidate in candidates}
     first, *others = [by_label[label] for label in measurement.order]
     if not others:
-        return Selection(
-            first, "the only candidate left", results_of(candidates, measurement, first, mix), ()
-        )
+        because = "the only candidate left" + _cold_words(measurement, first)
+        return Selection(first, because, results_of(candidates, measurement, first, mix), ())
     interval = compare(measurement.trials, others[0].label, first.label, mix)
     winner, loser, because = first, others[0], f"faster: {others[0].label} takes {_words(interval)}"
     if _is_tie(interval) and _prefer(first, others[0], engines, interval):
@@ -87,6 +98,7 @@ def select(
             f"as fast as {others[0].label} within the noise ({_words(interval)}), and it takes less or leads"
         )
     lost = compare(measurement.trials, loser.label, winner.label, mix)
+    because += _cold_words(measurement, winner)
     rejected = (Rejected(loser.label, "confirm", f"second of the last two: {_words(lost)}"),)
     return Selection(winner, because, results_of(candidates, measurement, winner, mix), rejected)
 
@@ -94,15 +106,17 @@ def select(
 def results_of(
     candidates: tuple[Candidate, ...], measurement: Measurement, winner: Candidate, mix: RequestMix
 ) -> tuple[CandidateResult, ...]:
-    """One row a finalist, the winner first; medians over the warm trials, None where there are none."""
+    """One row a finalist, the winner first; medians over the warm trials, or what a budget that ended before
+    them left: the cold one. None where there is neither."""
     ordered = sorted(candidates, key=lambda item: item.label != winner.label)
     return tuple(_result(item, measurement, winner, mix) for item in ordered)
 
 
 def _result(item: Candidate, measurement: Measurement, winner: Candidate, mix: RequestMix) -> CandidateResult:
     warm = _warm(measurement.trials, item.label)
-    prefill = median([trial.prefill_tokens_per_s for trial in warm])
-    decode = median([trial.decode_tokens_per_s for trial in warm])
+    counted = warm or [trial for trial in measurement.trials if trial.candidate == item.label]
+    prefill = median([trial.prefill_tokens_per_s for trial in counted])
+    decode = median([trial.decode_tokens_per_s for trial in counted])
     same = item.label == winner.label
     interval = None if same else compare(measurement.trials, item.label, winner.label, mix)
     return CandidateResult(
@@ -113,8 +127,8 @@ def _result(item: Candidate, measurement: Measurement, winner: Candidate, mix: R
         score_s=round(score_s(prefill, decode, mix), 6) if prefill and decode else None,
         prefill_tokens_per_s=prefill,
         decode_tokens_per_s=decode,
-        ttft_s=median([trial.ttft_s for trial in warm]),
-        ratio_to_best=round(interval.ratio, 5) if interval else (1.0 if same and warm else None),
+        ttft_s=median([trial.ttft_s for trial in counted]),
+        ratio_to_best=round(interval.ratio, 5) if interval else (1.0 if same and counted else None),
         ratio_low=round(interval.low, 5) if interval and interval.low else None,
         ratio_high=round(interval.high, 5) if interval and interval.high else None,
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from configs.errors import MeasureError
+from configs.errors import MeasureError, TrialTimeoutError
 from planner.prompts import Passage
 from plans.plan import RequestMix
 from worker.engines.base import Engine
@@ -24,14 +24,18 @@ _numbers = itertools.count()
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Of one request or of several side by side (`prompt_tokens` and `output_tokens` are sums then)."""
+    """Of one request or of several side by side (`prompt_tokens` and `output_tokens` are sums then).
+
+    Requests that start to decode while others are still in their prefill slow that prefill down; the tokens that they
+    get meanwhile are not counted as decoded in `decode_s`.
+    """
 
     prompt_tokens: int
     output_tokens: int
     ttft_s: float  # mean over the requests
     prefill_s: float  # from the start until every request has its first token
     decode_s: float  # from there until the last token
-    decode_steps: int  # tokens after the first ones
+    decode_steps: int  # tokens in that time
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -68,8 +72,9 @@ async def _stamps(engine: Engine, passage: Passage, clock: Clock) -> list[float]
             stamps.append(clock())
         elif isinstance(event, Done):
             reason = event.reason
-            if event.timings.cached_tokens > 1:  # a begin-of-sequence token may be shared
-                raise MeasureError(f"reused {event.timings.cached_tokens} tokens of an earlier prompt")
+            n_cached = event.timings.cached_tokens or 0
+            if n_cached > 1:  # a begin-of-sequence token may be shared
+                raise MeasureError(f"reused {n_cached} tokens of an earlier prompt")
     if len(stamps) != len(passage.output_ids):
         raise MeasureError(
             f"asked for {len(passage.output_ids)} tokens, got {len(stamps)} (ended by {reason})"
@@ -84,7 +89,7 @@ async def time_passages(engine: Engine, passages: list[Passage], clock: Clock) -
         tasks = [group.create_task(_stamps(engine, passage, clock)) for passage in passages]
     stamps = [task.result() for task in tasks]
     first, last = max(item[0] for item in stamps), max(item[-1] for item in stamps)
-    steps = sum(len(item) - 1 for item in stamps)
+    steps = sum(stamp > first for item in stamps for stamp in item)
     if first <= start or last <= first:
         raise MeasureError("the clock did not advance between the tokens of a trial; use a longer output")
     return Timing(
@@ -98,11 +103,11 @@ async def time_passages(engine: Engine, passages: list[Passage], clock: Clock) -
 
 
 async def time_one(engine: Engine, passages: list[Passage], clock: Clock, timeout_s: float) -> Timing:
-    """`time_passages` under a time limit; single errors come out of their group."""
+    """`time_passages` under a time limit; single errors come out of their group. Raises TrialTimeoutError."""
     try:
         async with asyncio.timeout(timeout_s):
             return await time_passages(engine, passages, clock)
     except TimeoutError as error:
-        raise MeasureError(f"stopped after {timeout_s:.0f} s without finishing a trial") from error
+        raise TrialTimeoutError(f"stopped after {timeout_s:.0f} s without finishing a trial") from error
     except ExceptionGroup as group:
         raise group.exceptions[0] from group

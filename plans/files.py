@@ -32,7 +32,8 @@ class _Entry(msgspec.Struct, frozen=True):
     sha256: str
 
 
-def _stamp(status: os.stat_result) -> tuple[int, ...]:
+def stamp_of(status: os.stat_result) -> tuple[int, ...]:
+    """Stays the same exactly as long as nobody has written to the file."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -75,7 +76,7 @@ class HashCache:
     def sha256(self, path: Path, progress: HashProgress | None = None) -> str:
         """Raises ModelFileError when the file can not be read."""
         try:
-            stamp = _stamp(path.stat())
+            stamp = stamp_of(path.stat())
             known = self._entries.get(str(path))
             if known is not None and known.stamp == stamp:
                 return known.sha256
@@ -88,7 +89,7 @@ class HashCache:
         return digest
 
     def _remember(self, path: Path, stamp: tuple[int, ...], digest: str) -> None:
-        if time.time_ns() - stamp[-1] < _SETTLED_NS or _stamp(path.stat()) != stamp:
+        if time.time_ns() - stamp[-1] < _SETTLED_NS or stamp_of(path.stat()) != stamp:
             return
         self._entries.pop(str(path), None)
         self._entries[str(path)] = _Entry(stamp, digest)

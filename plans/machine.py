@@ -152,6 +152,7 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured_at: str  # UTC, ISO 8601
     probe_s: float
     gpus: tuple[GpuRates, ...] = ()
+    others_cpu_share: float | None = None  # of the usable CPUs, that other programs took meanwhile
 
     def ram_bytes_per_s(self, threads: int, huge_pages: bool | None = None) -> float | None:
         """The best measured read rate with at most `threads` threads; None when nothing was measured."""

@@ -123,6 +123,8 @@ def report_text(report: MachineReport) -> str:
     for title, head, rows in sections:
         lines += ["", f"  {title}", table(head, rows)]
     lines += [line for gpu in report.gpus for line in _gpu_lines(gpu)]
+    if report.others_cpu_share is not None:
+        lines.append(f"  other programs used {100 * report.others_cpu_share:.0f} % of the CPUs meanwhile")
     lines += [f"  not measured: {reason}" for reason in report.missing]
     return "\n".join(lines)
 

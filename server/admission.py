@@ -13,6 +13,8 @@ from configs.settings import ServeSettings
 from server.errors import ClientGone
 from server.supervise import Supervisor
 
+PARALLEL_TOKENIZING = 2  # of /tokenize and /detokenize: prompts must always find a thread and a core
+
 
 class Admission:
     """Counts the requests between acceptance and their last event; the engine does the queueing itself."""
@@ -21,6 +23,7 @@ class Admission:
         self._supervisor = supervisor
         self._settings = settings
         self.n_admitted = 0
+        self.tokenizing = asyncio.Semaphore(PARALLEL_TOKENIZING)
 
     @property
     def n_parallel(self) -> int | None:

@@ -94,6 +94,19 @@ def check_chat(request: ChatRequest) -> None:
             raise RequestError(f"{param}: a {message.role} message needs content", param=param)
 
 
+def check_text_length(content: str, limit_bytes: int) -> None:
+    """Raises RequestError (413) for a text that would keep a core and hundreds of megabytes busy for long."""
+    n_bytes = len(content) if content.isascii() else len(content.encode(errors="replace"))
+    if n_bytes > limit_bytes:
+        raise RequestError(
+            f"content: {n_bytes} bytes of text, the limit is {limit_bytes}; send it in parts, cut at line ends",
+            code="text_too_large",
+            param="content",
+            status=413,
+            details={"n_bytes": n_bytes, "limit_bytes": limit_bytes},
+        )
+
+
 def completion_prompt(request: CompletionRequest, n_vocab: int) -> str | list[int]:
     """The one prompt of a request, as text or as checked ids. Raises RequestError for more than one."""
     prompt = request.prompt

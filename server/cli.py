@@ -10,13 +10,14 @@ from typing import Annotated
 
 import typer
 
-from configs.settings import Settings, load_settings
+from configs.settings import ServeSettings, Settings, load_settings
 from plans.plan import Plan
 from server.app import build_app
-from server.load import engine_factory, load_text, model_info, open_plan
+from server.load import ModelGuard, engine_factory, load_text, model_info, open_plan
 from server.serve import Stop, bind, run_server, url_of
 from server.supervise import Supervisor
 
+_DEFAULTS = ServeSettings()
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -24,12 +25,17 @@ def serve_command(
     plan_id: Annotated[
         str, typer.Argument(help="A plan's id or any unique beginning of it.", metavar="PLAN_ID")
     ],
-    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: the setting.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help=f"Address to listen on. Default: {_DEFAULTS.host}, or the settings'.")
+    ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port; 0 takes a free one. Default: the setting.", min=0, max=65535)
+        int | None,
+        typer.Option(
+            help=f"Port; 0 takes a free one. Default: {_DEFAULTS.port}, or the settings'.", min=0, max=65535
+        ),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", help="Clients must send this key. Default: the setting.")
+        str | None, typer.Option("--api-key", help="Clients must send this key. Default: none is asked for.")
     ] = None,
 ) -> None:
     """Serve a plan over HTTP, compatible with OpenAI's API."""
@@ -46,7 +52,7 @@ async def serve_plan(plan: Plan, settings: Settings, listener: socket.socket) ->
     stop = Stop()
     stop.ask_on_signals()
     text = await asyncio.to_thread(load_text, plan)
-    supervisor = Supervisor(engine_factory(plan, settings, text), settings.worker)
+    supervisor = Supervisor(engine_factory(plan, settings, text), settings.worker, ModelGuard(plan).check)
     app = build_app(supervisor, model_info(plan, text), text, settings.serve)
     url = url_of(listener)
     say(f"loading {plan.model.name} under plan {plan.id[:12]}")

@@ -32,7 +32,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a completion ended. `timings` is None where a stop string cut it, before the engine could tell."""
+    """How a completion ended. `timings` is None where a stop string cut it and the engine could not tell."""
 
     reason: FinishReason
     completion_tokens: int
@@ -101,7 +101,7 @@ async def pieces(
             if piece.text:
                 yield piece
             if assembler.stopped:
-                yield Outcome("stop", n_tokens, None)
+                yield Outcome("stop", n_tokens, await run.stop())
                 return
 
 

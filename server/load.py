@@ -12,9 +12,11 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from configs.errors import EngineStartError
 from configs.paths import logs_folder, usable_folder
 from configs.settings import Settings
-from plans.key import open_verified_plan
+from plans.files import stamp_of
+from plans.key import open_verified_plan, verify_model
 from plans.plan import Plan
 from server.model_info import ModelInfo
 from server.text import Text, Tokenizer
@@ -40,6 +42,37 @@ class PlainCodec:
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
+
+
+class ModelGuard:
+    """Sees to it that an engine which starts again runs the files that the plan was checked with.
+
+    Files whose inode nobody touched are not read again; others are hashed.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._stamps = self._read_stamps()
+
+    def check(self) -> None:
+        """Raises EngineStartError with what became of which file. Large files that were touched take a while."""
+        stamps = self._read_stamps()
+        if stamps == self._stamps:
+            return
+        mismatches = verify_model(self._plan)
+        if mismatches:
+            raise EngineStartError("; ".join(f"{item.reason} ({item.remedy})" for item in mismatches))
+        self._stamps = stamps
+
+    def _read_stamps(self) -> list[tuple[int, ...] | None]:
+        return [_stamp(Path(file.path)) for file in self._plan.key.model_files]
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    try:
+        return stamp_of(path.stat())
+    except OSError:
+        return None
 
 
 def open_plan(plan_id: str) -> Plan:

@@ -40,7 +40,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int | None  # None: not known, because the request was cut short by a stop string
+    cached_tokens: int | None  # None: the engine does not tell
 
 
 class CompletionDetails(msgspec.Struct, frozen=True):

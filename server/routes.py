@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from configs.errors import RequestError
 from server.admission import read_body
-from server.checks import decode_body
+from server.checks import check_text_length, decode_body
 from server.errors import json_response
 from server.schema import DetokenizeRequest, TokenizeRequest
 from server.service import service_of
@@ -78,22 +78,24 @@ async def props(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     service = service_of(request)
     body = decode_body(await read_body(request, service.settings), TokenizeRequest)
-    ids = await asyncio.to_thread(
-        service.text.tokenizer.encode,
-        body.content,
-        add_special=body.add_special is True,
-        parse_special=body.parse_special is not False,
-    )
+    check_text_length(body.content, service.settings.max_tokenize_bytes)
+    async with service.admission.tokenizing:
+        ids = await asyncio.to_thread(
+            service.text.tokenizer.encode,
+            body.content,
+            add_special=body.add_special is True,
+            parse_special=body.parse_special is not False,
+        )
     return json_response({"tokens": ids})
 
 
 async def detokenize(request: Request) -> Response:
     service = service_of(request)
     body = decode_body(await read_body(request, service.settings), DetokenizeRequest)
-    n_vocab = service.model.n_vocab
-    for id in body.tokens:
-        if id >= n_vocab:
-            raise RequestError(
-                f"tokens: id {id} is outside of the vocabulary of {n_vocab} tokens", param="tokens"
-            )
-    return json_response({"content": await asyncio.to_thread(service.text.tokenizer.decode, body.tokens)})
+    largest, n_vocab = max(body.tokens, default=0), service.model.n_vocab
+    if largest >= n_vocab:
+        message = f"tokens: id {largest} is outside of the vocabulary of {n_vocab} tokens"
+        raise RequestError(message, param="tokens")
+    async with service.admission.tokenizing:
+        content = await asyncio.to_thread(service.text.tokenizer.decode, body.tokens)
+    return json_response({"content": content})

@@ -57,7 +57,11 @@ class ServerStats:
             for t in self._recent
             if t.completion_tokens > 1 and t.decode_s > 0
         ]
-        prefill = [(t.prompt_tokens - t.cached_tokens) / t.prefill_s for t in self._recent if t.prefill_s > 0]
+        prefill = [
+            (t.prompt_tokens - t.cached_tokens) / t.prefill_s
+            for t in self._recent
+            if t.cached_tokens is not None and t.prefill_s > 0
+        ]
         return {
             "uptime_s": round(time.monotonic() - self._started_at, 3),
             **{f"requests_{ending}": count for ending, count in self._n.items()},
@@ -65,7 +69,7 @@ class ServerStats:
             "completion_tokens": self._completion_tokens,
             "decode_tokens_per_s": _median(decode),
             "prefill_tokens_per_s": _median(prefill),
-            "queue_s": _median([t.queue_s for t in self._recent]),
+            "queue_s": _median([t.queue_s for t in self._recent if t.queue_s is not None]),
         }
 
     def _note(self, job: Job, outcome: Outcome) -> None:

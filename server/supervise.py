@@ -11,19 +11,21 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Literal
 
 from configs.errors import EngineDiedError, EngineStartError, PlacewrightError, RequestFailedError
 from configs.settings import WorkerSettings
 from server.errors import unavailable
 from worker.engines.base import Engine, EngineInfo
-from worker.protocol import Done, Generate, TokenEvent
+from worker.protocol import Done, Generate, Timings, TokenEvent
 
 logger = logging.getLogger("placewright.supervise")
 
 State = Literal["starting", "ready", "restarting", "failed", "stopping"]
 POLL_S = 0.1
 CANCEL_TIMEOUT_S = 2.0
+STOP_TIMEOUT_S = 1.0  # a step, with a piece of somebody's prompt in it
 
 
 class EngineRun:
@@ -31,6 +33,7 @@ class EngineRun:
 
     def __init__(self, engine: Engine, request: Generate) -> None:
         self.completed = False
+        self._stop_early = partial(engine.cancel, request.request_id)
         self._events: asyncio.Queue[TokenEvent | Done | Exception] = asyncio.Queue()
         self._task = asyncio.create_task(self._pump(engine, request))
 
@@ -51,6 +54,18 @@ class EngineRun:
             yield event
             if isinstance(event, Done):
                 return
+
+    async def stop(self) -> Timings | None:
+        """End it now, its text is complete. Its times, where the engine tells them at once; later events are lost."""
+        if not self._stop_early():
+            return None
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                while isinstance(event := await self._events.get(), TokenEvent):
+                    pass
+        except TimeoutError:
+            return None
+        return event.timings if isinstance(event, Done) else None
 
     def fail(self, error: Exception) -> None:
         """End the run from outside: its reader gets `error` after the events that came before."""
@@ -80,10 +95,19 @@ class EngineRun:
 
 
 class Supervisor:
-    """`async with Supervisor(factory, settings)` starts watching; leaving it closes the engine."""
+    """`async with Supervisor(factory, settings)` starts watching; leaving it closes the engine.
 
-    def __init__(self, new_engine: Callable[[], Engine], settings: WorkerSettings) -> None:
+    `check` runs in a thread before each start of an engine; what it raises counts as a start that failed.
+    """
+
+    def __init__(
+        self,
+        new_engine: Callable[[], Engine],
+        settings: WorkerSettings,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._new_engine = new_engine
+        self._check = check
         self._settings = settings
         self._engine: Engine | None = None
         self._state: State = "starting"
@@ -194,6 +218,7 @@ class Supervisor:
         self._served = False
         try:
             try:
+                await asyncio.to_thread(self._check)
                 self.info = await self._engine.start(self._note_progress)
             except Exception as error:
                 self._note_failure(error)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SOURCE_ROOT = Path(__file__).parent.parent
 
 
@@ -17,3 +19,31 @@ def test_little_is_imported_before_ctrl_c_is_caught() -> None:
         text=True,
     )
     assert done.stdout.strip() == "0", done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["plans"], ["plans", "--json"]])
+def test_a_result_that_can_not_be_written_is_an_error_in_one_line(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    """Whether it is noticed when it is written or when the interpreter ends."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, SOURCE_ROOT / "placewright.py", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={"XDG_DATA_HOME": str(tmp_path), "PATH": ""},
+        )
+    assert done.returncode == 1
+    assert done.stderr == "placewright: can not write the result to stdout: No space left on device\n"
+
+
+def test_a_closed_stdout_is_nobody_who_listens(tmp_path: Path) -> None:
+    command = f"exec {sys.executable} {SOURCE_ROOT / 'placewright.py'} plans >&-"
+    done = subprocess.run(
+        ["/bin/sh", "-c", command],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"XDG_DATA_HOME": str(tmp_path), "PATH": ""},
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -130,13 +130,16 @@ class TokenEvent(msgspec.Struct, frozen=True, tag="token", omit_defaults=True):
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """Of one request. Times are wall clock of the worker; the first token is part of the prefill."""
+    """Of one request. Times are wall clock of the worker; the first token is part of the prefill.
 
-    queue_s: float
+    None stands for what an engine that is another server does not tell; the worker knows all of it.
+    """
+
+    queue_s: float | None
     prefill_s: float
     decode_s: float
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
     completion_tokens: int
 
 

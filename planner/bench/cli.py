@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 
-import msgspec
 import typer
 
 from configs.errors import UserError
@@ -17,6 +15,7 @@ from planner.bench.run import RaceTask, race, settings_margin_bytes
 from planner.context import encoder_of
 from planner.engines import builds_of, make_factory
 from planner.measure import Lengths
+from planner.output import emit, emit_json
 from planner.progress import make_reporter
 from planner.statistics import Interval
 from planner.turn import measuring_turn
@@ -67,8 +66,10 @@ def run_command(
         reporter.stage(f"race plan {plan.id[:12]} against {baseline}, {rounds} rounds")
         factory = make_factory(model_path, settings)
         result = asyncio.run(race(task, factory, encoder_of(model_path), limit, reporter))
-    text = msgspec.json.format(msgspec.json.encode(result)).decode() if json else race_text(result)
-    sys.stdout.write(text + "\n")
+    if json:
+        emit_json(result)
+    else:
+        emit(race_text(result))
 
 
 def check_threads(threads: int | None, cores: int) -> None:

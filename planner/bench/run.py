@@ -17,7 +17,7 @@ from configs.errors import EngineError, MeasureError
 from configs.settings import Settings
 from planner.bench.common import RaceResult, speedup, summarize
 from planner.inspect import read_card
-from planner.measure import Lengths
+from planner.measure import HOPELESS_COLD_RATIO, Lengths
 from planner.memory import predict_memory
 from planner.pool import EngineFactory, EnginePool
 from planner.progress import Reporter
@@ -65,7 +65,7 @@ def baseline_placements(task: RaceTask) -> list[Placement]:
     """What the baseline is tuned over: all cores and half of them, for decode and prefill; a pin leaves one choice.
 
     Fewer threads for prefill matter where other programs keep some cores busy: threads that wait for a member
-    that does not run lose more than it would add.
+    that does not run lose more than it would add. The fewest come first, they are slow by the least.
     """
     cores = task.plan.host.cpus[0].cores_available
     base = msgspec.structs.replace(
@@ -76,8 +76,8 @@ def baseline_placements(task: RaceTask) -> list[Placement]:
         ubatch_tokens=512,
         cpus=(),
     )
-    counts = [task.threads] if task.threads is not None else sorted({cores, max(1, cores // 2)}, reverse=True)
-    tried = counts if task.tune else counts[:1]
+    counts = [task.threads] if task.threads is not None else sorted({cores, max(1, cores // 2)})
+    tried = counts if task.tune else counts[-1:]
     return [
         msgspec.structs.replace(base, decode_threads=decode, prefill_threads=prefill)
         for prefill in tried
@@ -114,7 +114,10 @@ class _Bench:
         words, best, best_s = [], None, float("inf")
         for choice in choices:
             self.reporter.busy(f"tuning {choice.label}")
-            await self.trial(choice, 0)
+            cold_s = await self._seconds(choice, 0)
+            if cold_s > HOPELESS_COLD_RATIO * best_s:
+                words.append(f"{choice.label}: {cold_s:.3f} s a request in its first trial, given up")
+                continue
             seconds = min([await self._seconds(choice, number) for number in range(1, 1 + _TUNING_TRIALS)])
             words.append(f"{choice.label}: {seconds:.3f} s a request")
             if seconds < best_s:

@@ -100,6 +100,7 @@ def test_habits_are_learnt(takes_ids: bool, returns_ids: bool) -> None:
         assert bodies[-1]["prompt"] == ([72, 105] if takes_ids else "Hi") and bodies[-1]["ignore_eos"]
         ids, done = await collect(engine, Generate("r", [72], 9, sampling=GREEDY, stop_ids=[99]))
         assert ids == [97, 98] and done.reason == "stop" and done.stop_id == 99
+        assert done.timings.queue_s is None and done.timings.cached_tokens is None  # the server has not said
         assert "ignore_eos" not in bodies[-1]
         with pytest.raises(RequestFailedError, match="log probabilities"):
             await collect(engine, Generate("r", [72], 1, sampling=SamplingParams(logprobs=1)))

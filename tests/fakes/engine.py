@@ -66,8 +66,8 @@ class FakeEngine(Engine):
         ids = farm.script(request)
         reason, n_tokens = "length", 0
         for id in ids[: request.max_tokens]:
-            if id in request.stop_ids:
-                reason = "stop"
+            if id in request.stop_ids or request.request_id in farm.stopped:
+                reason = "stop" if id in request.stop_ids else "cancelled"
                 break
             if farm.die_at_token == n_tokens:
                 farm.die_at_token = None
@@ -92,6 +92,11 @@ class FakeEngine(Engine):
         except TimeoutError:
             return
         raise EngineDiedError("the fake engine was killed")
+
+    def cancel(self, request_id: str) -> bool:
+        if self._farm.tells_times_of_cancelled:
+            self._farm.stopped.append(request_id)
+        return self._farm.tells_times_of_cancelled
 
     async def score(self, request_id: str, ids: list[int], top: int = 0) -> Scored:
         return Scored(request_id, [0.0] * (len(ids) - 1))
@@ -128,7 +133,9 @@ class FakeFarm:
         self.seen: list[Generate] = []
         self.active: set[str] = set()
         self.prefilling: set[str] = set()
-        self.cancelled: list[str] = []
+        self.cancelled: list[str] = []  # by leaving their stream
+        self.stopped: list[str] = []  # by `cancel`
+        self.tells_times_of_cancelled = True
 
     def new_engine(self) -> FakeEngine:
         self.engines.append(FakeEngine(self))

@@ -43,12 +43,14 @@ class LiveServer:
         text: Text,
         wait: bool = True,
         worker: WorkerSettings = QUICK_RESTARTS,
+        check: Callable[[], None] = lambda: None,
         **settings: Any,
     ) -> None:
         self.settings = ServeSettings(**{"drain_s": 2.0, **settings})
         self.error: BaseException | None = None
         self._parts = (new_engine, model, text)
         self._worker = worker
+        self._check = check
         self._wait = wait
         self._ready = threading.Event()
         self._listener = bind("127.0.0.1", 0)
@@ -97,7 +99,7 @@ class LiveServer:
         self._loop = asyncio.get_running_loop()
         self._stop = Stop()
         new_engine, model, text = self._parts
-        supervisor = Supervisor(new_engine, self._worker)
+        supervisor = Supervisor(new_engine, self._worker, self._check)
         app = build_app(supervisor, model, text, self.settings)
         if not self._wait:
             self._ready.set()

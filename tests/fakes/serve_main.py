@@ -14,7 +14,9 @@ from tests.fakes.engine import CONTEXT_LENGTH_TOKENS, FakeFarm
 from tests.fakes.http import scripted
 from tests.fakes.text import N_VOCAB, fake_text
 
-PLAN = SimpleNamespace(id="0123456789abcdef", model=SimpleNamespace(name="Tiny"))
+PLAN = SimpleNamespace(
+    id="0123456789abcdef", model=SimpleNamespace(name="Tiny"), key=SimpleNamespace(model_files=())
+)
 
 
 def main() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -189,3 +192,22 @@ def test_refusals_name_what_is_wrong(change: dict[str, object], words: list[str]
     with pytest.raises(ModelFileError) as failure:
         load_tokenizer(bpe_metadata() | change)
     assert all(word in str(failure.value) for word in words)
+
+
+def test_other_threads_run_while_a_long_text_is_cut() -> None:
+    """The server's event loop lives in another thread than the tokenizer."""
+    stopped, n_ticks = threading.Event(), 0
+
+    def tick() -> None:
+        nonlocal n_ticks
+        while not stopped.wait(0.001):
+            n_ticks += 1
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began_s = time.monotonic()
+    SMOLLM.encode("hello world, 12 times over\n" * 40_000, add_special=False, parse_special=False)
+    took_s, n_meanwhile = time.monotonic() - began_s, n_ticks
+    stopped.set()
+    ticking.join()
+    assert n_meanwhile > 20 * took_s, f"{n_meanwhile} ticks in {took_s:.2f} s"

@@ -59,6 +59,21 @@ def test_the_baseline_is_tuned_first() -> None:
     assert len(result.tuning) == 3
 
 
+def test_a_hopeless_choice_of_threads_gets_one_trial() -> None:
+    """All cores where other programs use them: a trial may take minutes."""
+
+    def contended(item: Placement) -> tuple[float, float]:
+        few = item.engine == "native" or item.prefill_threads <= 2
+        return (1000.0, 50.0) if few else (10.0, 0.5)
+
+    farm = EngineFarm(contended)
+    result = race(farm)
+    assert result.baseline.threads_decode == result.baseline.threads_prefill == 2
+    assert len(result.tuning) == 3 and sum("given up" in words for words in result.tuning) == 2
+    slow = [placement for placement in farm.started if contended(placement)[0] < 1000.0]
+    assert len(slow) == 2 and farm.clock() - 100.0 < 2 * (128 / 10 + 16 / 0.5) * 1.1 + 30
+
+
 def test_a_baseline_that_loses_by_more_prefill_threads_gets_fewer() -> None:
     """Cores that other programs keep busy: a team that is larger than what is free waits for itself."""
 

@@ -141,12 +141,15 @@ def test_plan_turns_flags_into_one_request(
     assert "--replan measures again" in output.err
 
 
-def test_interrupts_are_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts_are_130_and_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt(*_: object) -> Outcome:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.pipeline, "make_plan", interrupt)
     assert placewright.run(["plan", "m.gguf"]) == 130
+    assert capsys.readouterr().err == "placewright: interrupted\n"
 
 
 def test_doctor_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+import placewright
+from configs.errors import ModelFileError
 from planner.inspect import NATIVE_TYPES, read_card
 from plans.show import card_builtins, card_text
 from tests.model import raw_gguf
+from tests.model.raw_gguf import words
 from tests.tiny import write_model
 
 
@@ -75,3 +79,22 @@ def test_an_unknown_tokenizer_is_told(tmp_path: Path) -> None:
     card = read_card(path)
     assert card.tokenizer_reason is not None and "tokenizer.ggml.pre is 'gpt-x'" in card.tokenizer_reason
     assert "can not be used" in card_text(card)
+
+
+def test_a_name_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.gguf"
+    name = "Gr\u00fc\u00dfe \x1b[31m\x1b]0;title\x07\x9b1m"
+    path.write_bytes(raw_gguf.build([words("general.architecture", "\x1b[1m"), words("general.name", name)]))
+    card = read_card(path)
+    assert card.name == "Gr\u00fc\u00dfe \ufffd[31m\ufffd]0;title\ufffd\ufffd1m" and "\x1b" not in card_text(
+        card
+    )
+    assert placewright.run(["plan", str(path)]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_a_path_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """A plan is a text file and could not name it."""
+    model = write_model(tmp_path, "llama", "Q8_0").rename(tmp_path / os.fsdecode(b"m\xe9.gguf"))
+    with pytest.raises(ModelFileError, match="not valid UTF-8"):
+        read_card(model)

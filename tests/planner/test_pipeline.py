@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +18,7 @@ from planner import pipeline
 from planner.context import Context
 from planner.progress import Reporter
 from planner.workload import PlanRequest, make_workload, mix_for
+from plans.key import verify_model
 from plans.machine import Host, MachineReport
 from plans.placement import Placement
 from plans.plan import EngineBuild, Limits, RequestMix
@@ -89,6 +91,25 @@ def test_a_second_plan_comes_at_once_and_measures_nothing(bed: Bed) -> None:
     again = bed.plan(budget_s=500.0)
     assert again.is_saved and again.plan == first
     assert (len(bed.farm.started), bed.n_probes) == (n_started, n_probes)
+
+
+def test_a_moved_model_keeps_its_plan_under_the_new_path(bed: Bed, tmp_path: Path) -> None:
+    """Serving refuses the old path; planning again must not answer with it."""
+    first = bed.plan().plan
+    copy = tmp_path / "copy.gguf"
+    shutil.copy(bed.model, copy)
+    assert bed.plan(model_path=copy).plan == first  # the planned file is still there
+    moved_to = tmp_path / "elsewhere.gguf"
+    bed.model.rename(moved_to)
+    n_requests = len(bed.farm.requests)
+    outcome = bed.plan(model_path=moved_to)
+    plan = outcome.plan
+    assert (
+        first is not None and plan is not None and outcome.is_saved and len(bed.farm.requests) == n_requests
+    )
+    assert plan.id != first.id and plan.evidence == first.evidence and plan.placement == first.placement
+    assert plan.model.paths == (str(moved_to),) and verify_model(plan) == []
+    assert bed.plan(model_path=moved_to).plan == plan == bed.context.store.load(plan.id)
 
 
 def test_replan_makes_another_plan_and_keeps_the_first(bed: Bed) -> None:

@@ -44,6 +44,17 @@ def test_the_report_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_busy_machine_is_said_now_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    Jobs(monkeypatch)
+    monkeypatch.setattr(probe.Bystanders, "share", lambda self: 0.6)
+    heard: list[str] = []
+    reporter = Reporter()
+    monkeypatch.setattr(reporter, "note", heard.append)
+    for _ in range(2):
+        report = probe.probe_machine(machine_host(), False, reporter)
+        assert "used 60 % of the CPUs" in heard.pop() and "used 60 %" in show.report_text(report)
+
+
 def test_it_is_measured_again_for_another_machine_library_or_wish(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = Jobs(monkeypatch)
     probe.probe_machine(machine_host(), False, Reporter())

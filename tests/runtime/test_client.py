@@ -115,6 +115,24 @@ def test_leaving_a_stream_cancels_it() -> None:
     run(main())
 
 
+def test_cancel_ends_a_stream_with_its_times() -> None:
+    async def main() -> None:
+        async with worker(step_s=0.01) as client:
+            seen: list[TokenEvent | Done] = []
+            async for event in client.generate(request("r", [1, 2, 3], 400)):
+                seen.append(event)
+                if len(seen) == 2:
+                    client.cancel("r")
+            done = seen[-1]
+            assert isinstance(done, Done) and done.reason == "cancelled" and len(seen) < 100
+            assert done.timings.prompt_tokens == 3 and done.timings.cached_tokens is not None
+            client.cancel("r")  # is over
+            client.cancel("never was")
+            assert (await client.stats())["requests_cancelled"] == 1
+
+    run(main())
+
+
 def test_cancel_reaches_into_a_long_step() -> None:
     async def main() -> None:
         async with worker(step_s=20.0) as client:

@@ -6,12 +6,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from server.admission import PARALLEL_TOKENIZING
 from tests.fakes.engine import MAX_SEQUENCES
 from tests.fakes.http import TestServer
+from tests.fakes.text import ByteTokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -144,3 +147,39 @@ def post_in_pieces(server: TestServer, declared_bytes: int, sent: bytes) -> byte
     with socket.create_connection(address_of(server), timeout=5) as connection:
         connection.sendall(request_head(declared_bytes) + sent)
         return connection.recv(4096)
+
+
+def test_a_text_too_long_to_tokenize_is_refused_before_work() -> None:
+    with TestServer(max_tokenize_bytes=1000) as server, server.client() as client:
+        assert len(client.post("/tokenize", json={"content": "x" * 1000}).json()["tokens"]) == 1000
+        answer = client.post("/tokenize", json={"content": "ü" * 501})
+    assert answer.status_code == 413
+    error = answer.json()["error"]
+    assert (error["code"], error["n_bytes"], error["limit_bytes"]) == ("text_too_large", 1002, 1000)
+
+
+def test_many_long_texts_to_tokenize_leave_room_for_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are asked for, few run at a time, and prompts are tokenized beside them."""
+    release, lock = threading.Event(), threading.Lock()
+    running: list[int] = [0]
+    peak: list[int] = [0]
+
+    def slow_encode(self: ByteTokenizer, text: str, **flags: bool) -> list[int]:
+        if text == "slow":
+            with lock:
+                running[0] += 1
+                peak[0] = max(peak[0], running[0])
+            assert release.wait(20)
+            with lock:
+                running[0] -= 1
+        return encode(self, text, **flags)
+
+    encode = ByteTokenizer.encode
+    monkeypatch.setattr(ByteTokenizer, "encode", slow_encode)
+    with TestServer() as server, server.client() as client, ThreadPoolExecutor(40) as pool:
+        waiting = [pool.submit(client.post, "/tokenize", json={"content": "slow"}) for _ in range(40)]
+        server.until(lambda: running[0] == PARALLEL_TOKENIZING)
+        assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+        release.set()
+        assert {future.result().status_code for future in waiting} == {200}
+    assert peak[0] == PARALLEL_TOKENIZING

@@ -59,16 +59,26 @@ def test_length_ends_exactly_at_the_budget(openai_client: openai.OpenAI, name: s
     assert text == ANSWER.encode()[:8].decode()
 
 
+@pytest.mark.parametrize("tells_times", [True, False])
 @pytest.mark.parametrize("stop", ["scripted", ["nothing", "scripted answer"]])
 def test_stop_string_is_excluded_and_cancels(
-    openai_client: openai.OpenAI, shared_server: TestServer, stop: str | list[str]
+    openai_client: openai.OpenAI,
+    shared_server: TestServer,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: str | list[str],
+    tells_times: bool,
 ) -> None:
+    farm = shared_server.farm
+    monkeypatch.setattr(farm, "tells_times_of_cancelled", tells_times)
+    monkeypatch.setattr(farm, "cached_tokens", 3)
     answer = openai_client.chat.completions.create(**SAY, stop=stop)
     assert answer.choices[0].message.content == "Grüße, world! This is a "
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens is None  # not known, so not zero
-    assert answer.id in shared_server.farm.cancelled
+    # what the engine does not tell is not known, and not zero
+    assert answer.usage.prompt_tokens_details.cached_tokens == (3 if tells_times else None)
+    assert answer.id in (farm.stopped if tells_times else farm.cancelled)
+    assert answer.id not in farm.active
 
 
 def test_half_a_stop_string_at_the_end_is_text(openai_client: openai.OpenAI) -> None:

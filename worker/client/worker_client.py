@@ -184,6 +184,11 @@ class WorkerClient:
         finally:
             self._leave(stream)
 
+    def cancel(self, request_id: str) -> None:
+        """The request ends with a Done of reason "cancelled", unless it ended already."""
+        if request_id in self._streams and self.alive():
+            self._send(Cancel(request_id))
+
     async def score(self, request: Score) -> Scored:
         """Raises RequestFailedError or EngineDiedError. Cancelling it cancels the request."""
         stream = self._open(request.request_id, self._deadlines.score_s, self._deadlines.score_s)

@@ -78,14 +78,15 @@ class AnswerReader:
         now_s = self._clock()
         first_token_s = self._first_token_s if self._first_token_s is not None else now_s
         server = answer.get("timings") or {}
-        prefill_s = float(server.get("prompt_ms", (first_token_s - self._started_s) * 1000)) / 1000
+        knows_prefill = "prompt_ms" in server
+        prefill_s = float(server["prompt_ms"]) / 1000 if knows_prefill else first_token_s - self._started_s
         decode_s = float(server.get("predicted_ms", (now_s - first_token_s) * 1000)) / 1000
         timings = Timings(
-            queue_s=max(0.0, first_token_s - self._started_s - prefill_s),
+            queue_s=max(0.0, first_token_s - self._started_s - prefill_s) if knows_prefill else None,
             prefill_s=prefill_s,
             decode_s=decode_s,
             prompt_tokens=len(self._request.prompt_ids),
-            cached_tokens=int(server.get("cache_n", 0)),
+            cached_tokens=int(server["cache_n"]) if "cache_n" in server else None,
             completion_tokens=self._n_sent,
         )
         return Done(self._request.request_id, reason, timings, self._stop_id)

@@ -40,6 +40,10 @@ class NativeEngine(Engine):
     def generate(self, request: Generate) -> AsyncIterator[TokenEvent | Done]:
         return self._client.generate(request)
 
+    def cancel(self, request_id: str) -> bool:
+        self._client.cancel(request_id)
+        return True
+
     async def score(self, request_id: str, ids: list[int], top: int = 0) -> Scored:
         return await self._client.score(Score(request_id, ids, top))
 

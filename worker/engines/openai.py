@@ -213,7 +213,7 @@ class _Clock:
 
     def __init__(self, n_prompt: int) -> None:
         self._n_prompt = n_prompt
-        self._n_cached = 0
+        self._n_cached: int | None = None
         self._n_tokens = 0
         self._started_s = time.monotonic()
         self._first_token_s: float | None = None
@@ -225,14 +225,15 @@ class _Clock:
 
     def note_usage(self, usage: dict[str, Any] | None) -> None:
         details = (usage or {}).get("prompt_tokens_details") or {}
-        self._n_cached = int(details.get("cached_tokens") or self._n_cached)
+        if details.get("cached_tokens") is not None:
+            self._n_cached = int(details["cached_tokens"])
 
     def timings(self) -> Timings:
         """The queue of the server is part of the prefill: it can not be told apart from here."""
         now_s = time.monotonic()
         first_token_s = self._first_token_s if self._first_token_s is not None else now_s
         return Timings(
-            queue_s=0.0,
+            queue_s=None,
             prefill_s=first_token_s - self._started_s,
             decode_s=now_s - first_token_s,
             prompt_tokens=self._n_prompt,
