@@ -80,6 +80,7 @@ async def complete(url: str, prompt_ids: list[int], n_tokens: int) -> Stream:
         chunks = await _chunks(reader)
     finally:
         writer.close()
+        await writer.wait_closed()
     return _stream(list(_events(chunks)), n_tokens, started_s)
 
 
