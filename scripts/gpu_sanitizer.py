@@ -1,6 +1,6 @@
 """The GPU tests under compute-sanitizer: memcheck over all of them, racecheck over small cases of every kernel family.
 
-    gpu_sanitizer.py FOLDER [MINUTES]
+    gpu_sanitizer.py FOLDER [SECONDS] [RUN...]    runs such as "racecheck executor"; all without any
 
 All runs go side by side, each a process with a log in FOLDER. Racecheck slows kernels down by orders of magnitude, so
 its cases are few; it sees hazards in shared memory only, memcheck sees the rest.
@@ -29,7 +29,15 @@ SMALL_MATMUL = (
     "(test_matrix_vector and 37-544 and (Q4_K or Q6_K or Q5_0 or F16)) or (test_norm_in_the_kernel and True-Q4_K)"
     " or (test_tensor_cores and 37-256 and (Q4_K or Q6_K or F16)) or test_parts_of_different_types"
 )
+ALL_MATMUL = (
+    "(test_matrix_vector and not 640) or test_norm_in_the_kernel or (test_tensor_cores and not 520) or test_parts"
+    " or test_dispatch or (test_blas and (Q4_K or F16))"
+)
 SMALL_MOE = "(test_mixture and Q6_K) or test_router_of_one_token or (test_grouped_experts and 16-Q6_K)"
+ALL_MOE = "test_mixture or test_router or (test_grouped_experts and not 700) or (test_dense_network and 2)"
+STEPS = (
+    "tiny-moe and (without_warm_up or one_graph or later_chunks or mixed or several_sequences or sampling)"
+)
 
 
 class Run(NamedTuple):
@@ -46,18 +54,18 @@ class Run(NamedTuple):
 
 
 RUNS = (
-    Run("memcheck", "matmul", MATMUL, "not large_matrices and not mixture and not grouped and not dense"),
-    Run("memcheck", "moe", MATMUL, "mixture or grouped or dense or router"),
+    Run("memcheck", "matmul", MATMUL, ALL_MATMUL),
+    Run("memcheck", "moe", MATMUL, ALL_MOE),
     Run("memcheck", "ops", "test_ops_gpu.py"),
     Run("memcheck", "attention", "test_attention_gpu.py"),
     Run("memcheck", "sampler", "test_sampler_gpu.py"),
-    Run("memcheck", "executor", EXECUTOR),
+    Run("memcheck", "executor", EXECUTOR, STEPS),
     Run("racecheck", "matmul", MATMUL, SMALL_MATMUL),
     Run("racecheck", "moe", MATMUL, SMALL_MOE),
     Run("racecheck", "ops, router", "test_ops_gpu.py"),
     Run("racecheck", "attention", "test_attention_gpu.py"),
     Run("racecheck", "sampler", "test_sampler_gpu.py", "not 20011 and not 9001"),
-    Run("racecheck", "executor", EXECUTOR, "tiny-moe and (one_graph or (prefill_matches and (9 or 33)))"),
+    Run("racecheck", "executor", EXECUTOR, "without_warm_up"),
 )
 
 
@@ -69,14 +77,14 @@ def command(program: str, run: Run) -> list[str]:
     return [*tool, sys.executable, *tests]
 
 
-def sanitize(folder: Path, limit_s: float = LIMIT_S) -> Iterator[Row]:
+def sanitize(folder: Path, limit_s: float = LIMIT_S, runs: tuple[Run, ...] = RUNS) -> Iterator[Row]:
     """A row for each run, in their order. Raises RuntimeError after the last where one found something."""
     program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if program is None:
         raise RuntimeError("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
     folder.mkdir(parents=True, exist_ok=True)
     deadline_s = time.monotonic() + limit_s
-    started = [(run, log_of(folder, run), start(program, run, folder)) for run in RUNS]
+    started = [(run, log_of(folder, run), start(program, run, folder)) for run in runs]
     bad = []
     for run, log, process in started:
         verdict, is_clean = finish(process, log, max(1.0, deadline_s - time.monotonic()))
@@ -115,8 +123,10 @@ def finish(process: subprocess.Popen[bytes], log: Path, limit_s: float) -> tuple
 
 
 def main() -> int:
-    folder, *minutes = sys.argv[1:]
-    for name, value in sanitize(Path(folder), 60 * float(minutes[0]) if minutes else LIMIT_S):
+    folder, *rest = sys.argv[1:]
+    limit_s, titles = float(rest[0]) if rest else LIMIT_S, rest[1:]
+    runs = tuple(run for run in RUNS if run.title in titles) if titles else RUNS
+    for name, value in sanitize(Path(folder), limit_s, runs):
         print(f"{name}: {value}", flush=True)
     return 0
 

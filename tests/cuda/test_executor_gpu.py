@@ -30,6 +30,7 @@ from worker.cuda.device import gpu_absence
 from worker.ops.batch import Batch
 from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch, StepCancelled
 from worker.runtime.gpu_executor import GpuExecutor
+from worker.runtime.load_gpu import load_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +49,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def executor(model: Path) -> Iterator[GpuExecutor]:
-    loaded = load(model, placement(max_sequences=16))
+    loaded = load(model)
     yield loaded
     loaded.close()
 
@@ -107,11 +108,28 @@ def test_greedy_output_repeats(executor: GpuExecutor) -> None:
     assert together[0] == together[1]
 
 
+@pytest.fixture(scope="module")
+def wide_executor(model: Path) -> Iterator[GpuExecutor]:
+    """Compiles and captures as steps come."""
+    loaded = load_gpu(model, placement(max_sequences=16), max_outputs=64, warms_up=False)
+    yield loaded
+    loaded.close()
+
+
+def test_without_warm_up_the_first_steps_are_right_too(wide_executor: GpuExecutor, model: Path) -> None:
+    ids = prompt(11, N_VOCAB)
+    spans = [(0, 9), (9, 10), (10, 11)]
+    batches = [Batch.of_sequence(ids[a:b], a, [40], all_outputs=True) for a, b in spans]
+    for batch, expected in zip(batches, reference_logits(model, batches, n_pages=41), strict=True):
+        _check(wide_executor.logits(batch), expected, f"{model.stem}, {len(batch.token_ids)} tokens")
+
+
 @pytest.mark.parametrize("count", [2, 4, 16])
-def test_company_changes_logits_by_rounding_only(executor: GpuExecutor, count: int) -> None:
-    """Fed the same tokens, so that a near tie is not carried on. One row is multiplied as 8-bit codes, several as f16,
-    which leaves what `logits_bound` says, and up to 4 % of the spread in a row where two experts were as good as tied.
+def test_company_changes_logits_by_rounding_only(wide_executor: GpuExecutor, count: int) -> None:
+    """Fed the same tokens, so that a near tie is not carried on. One row is multiplied as 8-bit codes, several may be
+    as f16, which leaves what `logits_bound` says, and more in the few rows where two experts were as good as tied.
     """
+    executor = wide_executor
     sequences = [prompt(24, N_VOCAB, seed) for seed in range(count)]
     for index, ids in enumerate(sequences):
         for page in (index, count + index):  # each side reads a cache that it wrote itself
