@@ -1,47 +1,101 @@
-"""How far rounding may move the logits of a model with random weights, counted from the roundings on their way.
+"""How far rounding may move the logits of a step: by about as much as it does in numpy, in the same places.
 
-A rounding adds an error of its own to what it rounds. Random weights neither damp nor favour it, so errors add up as
-their squares do, and none reaches the logits at more than its full size: the bound is the error of one times the
-square root of their number. It does not hold where an error made a router choose another expert.
+Random weights do not damp errors, they amplify them where two projections of a rounded input are multiplied (gate and
+up), so no fixed number is right for all shapes. `RoundingReference` is the f32 reference with its inputs, weights and
+cache rounded as the GPU rounds them. Two correct engines round the same values but, a few operations on, not to the
+same side: their errors are two draws of one size, which differ by the square root of two; twice the size is the bound.
 """
 
 from __future__ import annotations
 
-import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.cuda.executors import relative_error
 from worker.cuda.linear import needs_codes
+from worker.model.describe import describe_file
+from worker.model.gguf import open_model
 from worker.ops import reference
+from worker.ops.batch import Batch
+from worker.ops.lower import lower
+from worker.ops.oplist import Op, OpKind
+from worker.runtime.load import reference_weights
 
-# Of normal values in groups of 32, whose largest is 2.4 standard deviations on average: steps of 2.4 / 127, of which
-# uniform errors are 1 / sqrt(12).
-CODES_ERROR = 2.4 / 127 / math.sqrt(12)
-# To 11 bits: at most half of 2^-10, uniform, a third of its square.
-HALVES_ERROR = 2.0**-11 / math.sqrt(3)
-CODES_PER_LAYER = 4  # inputs of q, k, v; of the output projection; of gate and up; of down
-HALVES_PER_LAYER = 12  # those, the weights of each, and query, keys, values and softmax of the attention
+Float32Array = NDArray[np.float32]
+PRODUCTS = (OpKind.LINEAR, OpKind.MOE)
+DRAWS = 2.0  # of the size of one rounding's errors
 
 
-def logits_bound(n_layers: int, n_tokens: int) -> float:
-    """Of the error of a step's logits relative to their spread; `n_tokens` of a step decide how inputs are rounded."""
-    halves = HALVES_ERROR**2 * (HALVES_PER_LAYER * n_layers + 2)
-    codes = CODES_ERROR**2 * (CODES_PER_LAYER * n_layers + 1) if needs_codes(n_tokens) else 0.0
-    return math.sqrt(halves + codes)
+def as_codes(x: Float32Array) -> Float32Array:
+    """To 8 bits in groups of 32 of the last axis."""
+    groups = x.reshape(*x.shape[:-1], -1, 32)
+    scales = np.abs(groups).max(axis=-1, keepdims=True) / 127
+    return np.asarray(np.rint(groups / np.where(scales > 0, scales, 1)) * scales, np.float32).reshape(x.shape)
+
+
+def as_halves(x: Float32Array) -> Float32Array:
+    return x.astype(np.float16).astype(np.float32)
+
+
+def unpacked_as_halves(weights: Float32Array) -> Float32Array:
+    """Quantised weights as kernels unpack them, code * scale - minimum in halves: what is rounded is the product, which
+    goes from 0 to about twice the largest weight of its group."""
+    groups = weights.reshape(*weights.shape[:-1], -1, 32)
+    minimums = np.abs(groups).max(axis=-1, keepdims=True)
+    return (as_halves(groups + minimums) - as_halves(minimums)).reshape(weights.shape)
+
+
+class RoundingReference(reference.ReferenceExecutor):
+    """Steps of few tokens round the inputs of products to 8 bits, others inputs and weights to halves; the cache has
+    halves."""
+
+    def __init__(self, path: Path, n_pages: int) -> None:
+        file = open_model(path)
+        super().__init__(lower(describe_file(file).units), reference_weights(file), n_pages)
+        self.keys = [keys.astype(np.float16) for keys in self.keys]  # type: ignore[misc]
+        self.values = [values.astype(np.float16) for values in self.values]  # type: ignore[misc]
+        self._uses_codes = False
+        self._unpacked = {index for op in self.oplist.ops if op.kind in PRODUCTS for index in op.weights}
+
+    def run(self, batch: Batch) -> Float32Array:
+        self._uses_codes = needs_codes(len(batch.token_ids))
+        return super().run(batch)
+
+    def inputs(self, op: Op) -> list[Float32Array]:
+        first, *others = super().inputs(op)
+        if op.kind in PRODUCTS:
+            first = as_codes(first) if self._uses_codes else as_halves(first)
+        return [first, *others]
+
+    def required(self, index: int) -> Float32Array:
+        weight = super().required(index)
+        return weight if self._uses_codes or index not in self._unpacked else unpacked_as_halves(weight)
+
+
+def rounding_bounds(
+    path: Path, batches: list[Batch], exact: list[Float32Array], n_pages: int = 16
+) -> list[float]:
+    """Of the relative error of each step's logits, `exact` being those of the reference."""
+    rounded = RoundingReference(path, n_pages)
+    return [
+        DRAWS * relative_error(rounded.run(batch), logits)
+        for batch, logits in zip(batches, exact, strict=True)
+    ]
 
 
 class RouterMargins:
-    """What the reference's routers decided by: for every call, the smallest lead of a chosen expert over one that was
-    not, in units of the logits' spread."""
+    """By how much routers decided, for each call of the reference's: the smallest lead of a chosen expert over one that
+    was not, in units of the logits' spread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.smallest: list[float] = []
         self._choose = reference.choose_experts
         monkeypatch.setattr(reference, "choose_experts", self._watched)
 
-    def _watched(self, logits: NDArray[np.float32], bias: object, n_used: int, *rest: object) -> object:
+    def _watched(self, logits: Float32Array, bias: object, n_used: int, *rest: object) -> object:
         ordered = np.sort(logits, axis=-1)[:, ::-1]
         lead = ordered[:, n_used - 1] - ordered[:, n_used]
         self.smallest.append(float(lead.min() / logits.std()))
