@@ -69,6 +69,14 @@ def test_grouped_experts(device: EmulatedDevice, n_tokens: int) -> None:
     prefill_checks.check_grouped(device, ("Q4_0", "Q4_0", "Q8_0"), n_tokens, (96, 96, 4, 2))
 
 
+@pytest.mark.parametrize("names", [("F16", "F16", "F16"), ("Q8_0", "Q8_0", "BF16")])
+def test_experts_of_floats_have_no_kernels_of_their_own_for_few_tokens(
+    device: EmulatedDevice, names: tuple[str, str, str]
+) -> None:
+    for n_tokens in (1, 2):
+        prefill_checks.check_grouped(device, names, n_tokens, (96, 96, 4, 2))
+
+
 @pytest.mark.parametrize(("name", "cols"), [("F32", 132), ("F16", 2048), ("BF16", 1056)])
 def test_router_of_one_token(device: EmulatedDevice, name: str, cols: int) -> None:
     checks.check_router(device, name, 9, cols)

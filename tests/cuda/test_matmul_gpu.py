@@ -104,6 +104,12 @@ def test_grouped_experts(device: GpuDevice, down: str, n_tokens: int) -> None:
     prefill_checks.check_grouped(device, ("Q4_0", "Q5_0", down), n_tokens, (256, 256, 16, 2), activation=1)
 
 
+@pytest.mark.parametrize("names", [("F32", "F32", "F32"), ("F16", "F16", "F16"), ("Q8_0", "Q8_0", "BF16")])
+def test_experts_of_floats(device: GpuDevice, names: tuple[str, str, str]) -> None:
+    for n_tokens in (1, 2, 5, 100):
+        prefill_checks.check_grouped(device, names, n_tokens, (512, 256, 32, 4))
+
+
 @pytest.mark.parametrize(("name", "cols"), [("F32", 132), ("F16", 2048), ("BF16", 1056)])
 def test_router_of_one_token(device: GpuDevice, name: str, cols: int) -> None:
     checks.check_router(device, name, 9, cols)
