@@ -10,6 +10,7 @@ import pytest
 from tests.cuda import matmul_checks as checks
 from tests.cuda import prefill_checks
 from tests.cuda.devices import EmulatedDevice, why_no_emulator
+from tests.cuda.float_experts import check_float_experts
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator() or "-")
 
@@ -74,7 +75,7 @@ def test_experts_of_floats_have_no_kernels_of_their_own_for_few_tokens(
     device: EmulatedDevice, names: tuple[str, str, str]
 ) -> None:
     for n_tokens in (1, 2):
-        prefill_checks.check_grouped(device, names, n_tokens, (96, 96, 4, 2))
+        check_float_experts(device, names, n_tokens, (96, 96, 4, 2))
 
 
 @pytest.mark.parametrize(("name", "cols"), [("F32", 132), ("F16", 2048), ("BF16", 1056)])
