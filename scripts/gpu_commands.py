@@ -67,7 +67,12 @@ class Commands:
         plan = self.json(*arguments)
         again = self.json(*arguments)
         if again["id"] != plan["id"]:
-            raise RuntimeError(f"the same question made another plan: {plan['id']}, then {again['id']}")
+            moved = {
+                name: (key, again["key"][name])
+                for name, key in plan["key"].items()
+                if key != again["key"][name]
+            }
+            raise RuntimeError(f"the same question made another plan; of its key these changed: {moved}")
         devices = sorted({item["device"] for item in plan["placement"]["assignments"]})
         if not any(device.startswith("gpu") for device in devices):
             raise RuntimeError(f"the plan runs on {devices}: {plan['evidence']['chosen_because']}")

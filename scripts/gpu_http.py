@@ -9,11 +9,13 @@ server says of its streams, the rest is measured at the client's socket.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,7 +30,7 @@ N_SEQUENCES = 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 192
 CONTEXT_TOKENS = 1024
 ROUNDS = 3
-PLAN_BUDGET_S, PLAN_DEADLINE_S = 8, 150.0
+PLAN_BUDGET_S, PLAN_DEADLINE_S, RACE_DEADLINE_S = 12, 150.0, 120.0
 Row = tuple[str, str]
 
 
@@ -50,9 +52,10 @@ def measure_http(path: Path, folder: Path, llama_bin: Path | None) -> Iterator[R
             yield f"http, {streams(count)}", f"{words(rates)}, {share}"
     if llama_bin is not None:
         yield from llama_rows(path, folder, llama_bin, n_vocab)
+        yield raced(plan["id"], llama_bin)
 
 
-def plan_of(path: Path) -> dict[str, object]:
+def plan_of(path: Path) -> dict[str, Any]:
     """A saved plan for N_SEQUENCES at a time, made the way a user makes it."""
     arguments = [
         "--concurrency",
@@ -109,6 +112,18 @@ def llama_rows(path: Path, folder: Path, llama_bin: Path, n_vocab: int) -> Itera
         with llama_serving(llama_bin / "llama-server", path, [*base, *extra], log) as url:
             for count, rates in served(url, n_vocab):
                 yield f"llama-server, {name}, {streams(count)}", words(rates)
+
+
+def raced(plan_id: str, llama_bin: Path) -> Row:
+    """`bench run`: one request at a time, through both engines' workers."""
+    os.environ["PATH"] = f"{llama_bin}{os.pathsep}{os.environ['PATH']}"
+    arguments = ["bench", "run", plan_id, "--baseline", "llama-server", "--rounds", "5", "--json"]
+    result = json.loads(placewright(*arguments, timeout_s=RACE_DEADLINE_S).stdout)
+    ratios = []
+    for name in ("prefill", "decode"):
+        ours, theirs = (result[side][f"{name}_tokens_per_s"] for side in ("plan", "baseline"))
+        ratios.append(f"{name} {ours:,.0f} against {theirs:,.0f}: {result[f'{name}_speedup']['ratio']:.2f}x")
+    return "bench run", f"{', '.join(ratios)}; tuned: {'; '.join(result['tuning'])}"
 
 
 def streams(count: int) -> str:
