@@ -19,6 +19,7 @@ _KERNEL_FLAGS = frozenset(
     + ("avx512cd", "avx512_vnni", "avx512vbmi", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8")
     + ("amx_bf16", "asimd", "asimddp", "i8mm", "sve", "bf16")
 )
+_RAM_GRAIN_BYTES = 256 << 20  # firmware and kernel updates move the total by a few MiB
 
 
 def read_text(path: Path) -> str | None:
@@ -141,10 +142,8 @@ def read_gpus(proc: Path = Path("/proc/driver/nvidia")) -> tuple[tuple[Gpu, ...]
     return tuple(gpus), None if gpus else f"NVIDIA driver {driver} lists no device"
 
 
-def fingerprint(cpus: tuple[Cpu, ...], gpus: tuple[Gpu, ...]) -> str:
-    """16 hex digits over the stable parts of a machine. RAM is none of them: virtual machines get more of it as they
-    use it, by gigabytes; whether there is enough is checked against a plan's need (`plans/key.py`).
-    """
+def fingerprint(cpus: tuple[Cpu, ...], ram_bytes: int, gpus: tuple[Gpu, ...]) -> str:
+    """16 hex digits over the stable parts of a machine."""
     stable = {
         "cpus": [
             (
@@ -158,6 +157,7 @@ def fingerprint(cpus: tuple[Cpu, ...], gpus: tuple[Gpu, ...]) -> str:
             )
             for cpu in cpus
         ],
+        "ram": (ram_bytes + _RAM_GRAIN_BYTES // 2) // _RAM_GRAIN_BYTES,
         "gpus": [(gpu.name, gpu.driver_version) for gpu in gpus],
     }
     return hashlib.sha256(msgspec.json.encode(stable, order="sorted")).hexdigest()[:16]
@@ -165,13 +165,14 @@ def fingerprint(cpus: tuple[Cpu, ...], gpus: tuple[Gpu, ...]) -> str:
 
 def read_host() -> Host:
     cpus = (read_cpu(),)
+    total = ram_total_bytes()
     gpus, absent = read_gpus()
     return Host(
         cpus=cpus,
-        ram_total_bytes=ram_total_bytes(),
+        ram_total_bytes=total,
         gpus=gpus,
         gpus_absent_reason=absent,
-        fingerprint=fingerprint(cpus, gpus),
+        fingerprint=fingerprint(cpus, total, gpus),
     )
 
 
@@ -182,6 +183,8 @@ def difference(before: Host, now: Host) -> str:
         old, new = getattr(before.cpus[0], name), getattr(now.cpus[0], name)
         if old != new:
             changes.append(f"{name} {old} -> {new}")
+    if before.ram_total_bytes != now.ram_total_bytes:
+        changes.append(f"RAM {before.ram_total_bytes >> 20} MiB -> {now.ram_total_bytes >> 20} MiB")
     if before.gpus != now.gpus:
         names = [
             ", ".join(f"{gpu.name} ({gpu.driver_version})" for gpu in host.gpus) or "none"
