@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 90.0
+LIMIT_S = 110.0
 ERROR_CODE = 86
 Row = tuple[str, str]
 
