@@ -28,6 +28,7 @@ from planner.workload import PlanRequest, make_workload
 from plans.card import ModelCard
 from plans.key import NATIVE, make_key, verify_model
 from plans.machine import MachineReport
+from plans.placement import Placement
 from plans.plan import FORMAT_VERSION, Evidence, ModelIdentity, Plan, PlanKey, RequestMix, Workload
 
 MOST_FINALISTS = 8
@@ -171,8 +172,15 @@ def affordable(
     if seconds is None:
         return 4
     one_s = seconds * workload.concurrency + 0.05
-    start_s = 0.7 + card.file_bytes / 1e9
-    return max(2, min(MOST_FINALISTS, int(0.8 * budget_s / (ROUNDS_PLANNED * one_s + start_s))))
+    candidate_s = ROUNDS_PLANNED * one_s + start_s(card, best.placement)
+    return max(2, min(MOST_FINALISTS, int(0.8 * budget_s / candidate_s)))
+
+
+def start_s(card: ModelCard, placement: Placement) -> float:
+    """About how long an engine takes to start: packing weights in RAM, or copying them to a GPU, capturing graphs."""
+    if placement.gpu_ordinals:
+        return 2.0 + card.file_bytes / 15e9
+    return 0.7 + card.file_bytes / 1e9
 
 
 def trial_lengths(
@@ -184,7 +192,7 @@ def trial_lengths(
         mix = RequestMix(lengths.prompt_tokens, lengths.output_tokens)
         return request_s(best, card, report, workload.mix, mix)
 
-    starts_s = len(found.finalists) * (0.7 + card.file_bytes / 1e9)
+    starts_s = sum(start_s(card, item.placement) for item in found.finalists)
     n_trials = len(found.finalists) * ROUNDS_PLANNED + 6
     return choose_lengths(
         workload.mix, workload.concurrency, max(0.05, (budget_s - starts_s) / n_trials), trial_s

@@ -22,10 +22,10 @@ class Cpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cores_available: int
     cpu_ids: tuple[int, ...]  # allowed by affinity
     flags: tuple[str, ...]  # the instruction sets that matter to kernels, sorted
-    l1d_bytes: int | None
-    l2_bytes: int | None
-    l3_bytes: int | None
-    numa_nodes: int
+    l1d_bytes: int | None = None
+    l2_bytes: int | None = None
+    l3_bytes: int | None = None
+    numa_nodes: int = 1
 
 
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,8 +39,8 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpus: tuple[Cpu, ...]
     ram_total_bytes: int
     gpus: tuple[Gpu, ...]
-    gpus_absent_reason: str | None
     fingerprint: str
+    gpus_absent_reason: str | None = None
 
 
 class ReadRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

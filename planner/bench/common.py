@@ -17,7 +17,9 @@ from worker.engines.base import EngineInfo
 
 
 class SideSummary(msgspec.Struct, frozen=True):
-    """One engine's medians over the paired rounds. Shares are of the measured RAM read rate at its threads."""
+    """One engine's medians over the paired rounds. Shares are of the measured RAM read rate at its threads; a side
+    that keeps layers on a GPU has none.
+    """
 
     name: str
     engine: str
@@ -71,7 +73,7 @@ def summarize(
 ) -> SideSummary:
     """Medians of one side. Numbers that can not be known are None."""
     decode = median([timing.decode_tokens_per_s for timing in timings])
-    rate = ram_rate(rates, placement.decode_threads)
+    rate = None if placement.gpu_ordinals else ram_rate(rates, placement.decode_threads)
     moved = None
     if decode is not None and card.units:
         middle = timings[0].prompt_tokens + timings[0].output_tokens / 2

@@ -30,6 +30,7 @@ from plans.plan import Plan
 
 _TRIAL_LIMIT_S = 600.0
 _TUNING_TRIALS = 2
+_UBATCHES = (512, 2048)  # of a baseline: what is best on CPUs, and what most GPUs want
 
 
 class RaceTask(msgspec.Struct, frozen=True):
@@ -45,8 +46,15 @@ class RaceTask(msgspec.Struct, frozen=True):
     prompts: str | None = None
 
 
-def candidate_of(card: ModelCard, placement: Placement) -> Candidate:
-    return Candidate(label_of(placement), placement, predict_memory(card, placement), None)
+def candidate_of(card: ModelCard, placement: Placement, plan: Plan) -> Candidate:
+    """A side of the race. On a GPU both sides are taken to need what the plan's placement was predicted to."""
+    memory = plan.memory if placement.gpu_ordinals else predict_memory(card, placement)
+    return Candidate(label_of(placement), placement, memory, None, plan.gpu_memory)
+
+
+def gpu_limits_bytes(placement: Placement) -> tuple[int, ...]:
+    """What both sides together may take of each GPU, by number."""
+    return tuple(cap << 20 for cap in placement.gpu_memory_mib)
 
 
 def plan_side(task: RaceTask) -> tuple[Placement, tuple[str, ...]]:
@@ -65,7 +73,8 @@ def baseline_placements(task: RaceTask) -> list[Placement]:
     """What the baseline is tuned over: all cores and half of them, for decode and prefill; a pin leaves one choice.
 
     Fewer threads for prefill matter where other programs keep some cores busy: threads that wait for a member
-    that does not run lose more than it would add. The fewest come first, they are slow by the least.
+    that does not run lose more than it would add. The fewest come first, they are slow by the least. A plan with
+    every layer on a GPU leaves threads no work, there it is the size of a step.
     """
     cores = task.plan.host.cpus[0].cores_available
     base = msgspec.structs.replace(
@@ -73,9 +82,12 @@ def baseline_placements(task: RaceTask) -> list[Placement]:
         engine=task.baseline,
         load_mode="mmap",
         huge_pages=False,
-        ubatch_tokens=512,
+        ubatch_tokens=_UBATCHES[0],
         cpus=(),
     )
+    if is_wholly_on_gpus(base):
+        sizes = _UBATCHES if task.tune else _UBATCHES[:1]
+        return [msgspec.structs.replace(base, ubatch_tokens=size) for size in sizes]
     counts = [task.threads] if task.threads is not None else sorted({cores, max(1, cores // 2)})
     tried = counts if task.tune else counts[-1:]
     return [
@@ -84,6 +96,10 @@ def baseline_placements(task: RaceTask) -> list[Placement]:
         for decode in tried
         if decode <= prefill
     ]
+
+
+def is_wholly_on_gpus(placement: Placement) -> bool:
+    return all(item.device.startswith("gpu") for item in placement.assignments)
 
 
 class _Bench:
@@ -108,7 +124,8 @@ class _Bench:
 
     async def tune(self) -> tuple[Candidate, tuple[str, ...]]:
         """The baseline at its best threads, and what was tried."""
-        choices = [candidate_of(self.card, placement) for placement in baseline_placements(self.task)]
+        plan = self.task.plan
+        choices = [candidate_of(self.card, item, plan) for item in baseline_placements(self.task)]
         if len(choices) == 1:
             return choices[0], ()
         words, best, best_s = [], None, float("inf")
@@ -155,10 +172,10 @@ async def race(
 ) -> RaceResult:
     """Raises MeasureError, with the engine's words, when one of the sides fails."""
     card = read_card(Path(task.plan.model.paths[0]))
-    pool = EnginePool(factory, limit_bytes)
+    pool = EnginePool(factory, limit_bytes, gpu_limits_bytes(task.plan.placement))
     bench = _Bench(task, card, Material(load_texts(task.prompts), encode), pool, reporter, clock)
     placement, overlay = plan_side(task)
-    ours = candidate_of(card, placement)
+    ours = candidate_of(card, placement, task.plan)
     try:
         theirs, tuning = await bench.tune()
         if theirs.label == ours.label:

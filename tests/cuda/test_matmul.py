@@ -10,6 +10,7 @@ import pytest
 from tests.cuda import matmul_checks as checks
 from tests.cuda import prefill_checks
 from tests.cuda.devices import EmulatedDevice, why_no_emulator
+from tests.cuda.float_experts import check_float_experts
 
 pytestmark = pytest.mark.skipif(bool(why_no_emulator()), reason=why_no_emulator() or "-")
 
@@ -67,6 +68,14 @@ def test_dispatch(device: EmulatedDevice, n_tokens: int) -> None:
 @pytest.mark.parametrize("n_tokens", [7, 60])
 def test_grouped_experts(device: EmulatedDevice, n_tokens: int) -> None:
     prefill_checks.check_grouped(device, ("Q4_0", "Q4_0", "Q8_0"), n_tokens, (96, 96, 4, 2))
+
+
+@pytest.mark.parametrize("names", [("F16", "F16", "F16"), ("Q8_0", "Q8_0", "BF16")])
+def test_experts_of_floats_have_no_kernels_of_their_own_for_few_tokens(
+    device: EmulatedDevice, names: tuple[str, str, str]
+) -> None:
+    for n_tokens in (1, 2):
+        check_float_experts(device, names, n_tokens, (96, 96, 4, 2))
 
 
 @pytest.mark.parametrize(("name", "cols"), [("F32", 132), ("F16", 2048), ("BF16", 1056)])

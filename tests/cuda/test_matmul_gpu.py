@@ -7,6 +7,7 @@ import pytest
 from tests.cuda import matmul_checks as checks
 from tests.cuda import prefill_checks
 from tests.cuda.devices import GpuDevice, why_no_gpu
+from tests.cuda.float_experts import check_float_experts
 from worker.cuda.blas import CuBlas
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu() or "-")]
@@ -102,6 +103,12 @@ def test_blas(device: GpuDevice, blas: CuBlas, name: str) -> None:
 def test_grouped_experts(device: GpuDevice, down: str, n_tokens: int) -> None:
     prefill_checks.check_grouped(device, ("Q4_K", "Q4_K", down), n_tokens, (512, 256, 32, 4))
     prefill_checks.check_grouped(device, ("Q4_0", "Q5_0", down), n_tokens, (256, 256, 16, 2), activation=1)
+
+
+@pytest.mark.parametrize("names", [("F32", "F32", "F32"), ("F16", "F16", "F16"), ("Q8_0", "Q8_0", "BF16")])
+def test_experts_of_floats(device: GpuDevice, names: tuple[str, str, str]) -> None:
+    for n_tokens in (1, 2, 5, 100):
+        check_float_experts(device, names, n_tokens, (512, 256, 32, 4))
 
 
 @pytest.mark.parametrize(("name", "cols"), [("F32", 132), ("F16", 2048), ("BF16", 1056)])

@@ -86,7 +86,7 @@ def card(native_reason: str | None = None) -> ModelCard:
 
 def machine_host(cores: int = 4, fingerprint: str = "f00d") -> Host:
     cpu = Cpu("Fake CPU", cores, cores, tuple(range(cores)), ("avx2",), 32 << 10, 1 << 20, 32 << 20, 1)
-    return Host((cpu,), 32 << 30, (), "no NVIDIA driver (made up)", fingerprint)
+    return Host((cpu,), 32 << 30, (), fingerprint, "no NVIDIA driver (made up)")
 
 
 def machine(cores: int = 4, available_bytes: int = 24 << 30, measured: bool = True) -> MachineReport:

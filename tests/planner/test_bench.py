@@ -15,8 +15,8 @@ from planner.bench.run import RaceTask
 from planner.measure import Lengths
 from planner.progress import Reporter
 from plans.machine import ReadRate
-from plans.placement import Placement
-from plans.plan import Plan
+from plans.placement import GPU_ONLY, Placement
+from plans.plan import MemoryNeed, Plan
 from tests.planner.fakes import EngineFarm, card, encode, placement, texts
 from tests.plans.samples import sample_plan
 
@@ -171,3 +171,34 @@ def test_more_threads_than_cores_are_refused() -> None:
     check_threads(2, 2)
     with pytest.raises(UserError, match="--threads 99 .* 2 cores"):
         check_threads(99, 2)
+
+
+MIB = 1 << 20
+
+
+def gpu_plan(need_mib: int) -> Plan:
+    """Every layer on a card of which 16 GiB may be taken."""
+    on_gpu = placement(assignments=GPU_ONLY, gpu_memory_mib=(16_384,), ubatch_tokens=1024, decode_threads=1)
+    need = MemoryNeed(need_mib * MIB, 0, 0)
+    return msgspec.structs.replace(sample_plan(), placement=on_gpu, gpu_memory=(need,))
+
+
+def test_on_a_gpu_the_size_of_a_step_is_tuned() -> None:
+    def by_step(item: Placement) -> tuple[float, float]:
+        return {512: 400.0, 1024: 2000.0, 2048: 900.0}[item.ubatch_tokens], 50.0
+
+    result = race(EngineFarm(by_step), plan=gpu_plan(1_000))
+    assert [words.split(": ")[0] for words in result.tuning] == [
+        "llama-server gpu0 u512 f16",
+        "llama-server gpu0 u2048 f16",
+    ]
+    assert result.prefill_speedup.ratio == pytest.approx(2000 / 900, rel=0.05)
+    assert result.plan.ram_share is None and result.baseline.ram_share is None
+
+
+@pytest.mark.parametrize(("need_mib", "fit_together"), [(8_000, True), (9_000, False)])
+def test_sides_that_do_not_fit_on_the_gpu_together_take_turns(need_mib: int, fit_together: bool) -> None:
+    farm = EngineFarm(speeds)
+    race(farm, plan=gpu_plan(need_mib), tune=False, rounds=8)
+    restarts = len(farm.started) - 2
+    assert (restarts == 0) == fit_together

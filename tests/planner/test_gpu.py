@@ -11,6 +11,7 @@ import pytest
 from planner.doctor import _gpus
 from planner.gpu import DeviceUse, cap_bytes, device_need, fill, gpu_candidates
 from planner.inspect import read_card
+from planner.pipeline import start_s
 from planner.pool import EnginePool
 from planner.search import search
 from plans import show
@@ -21,7 +22,7 @@ from tests.cuda.emulated_model import ShapesOnlyLauncher
 from tests.cuda.executors import placement as tiny_placement
 from tests.cuda.executors import synthetic_model
 from tests.cuda.host_device import HostDevice
-from tests.planner.fakes import EngineFarm, card, gpu, gpu_machine, machine
+from tests.planner.fakes import EngineFarm, card, gpu, gpu_machine, machine, placement
 from worker.cuda.cuda_kernels import CudaKernels
 from worker.cuda.model import predict
 from worker.model.describe import describe_file
@@ -161,3 +162,11 @@ def test_doctor_says_what_a_gpu_lacks() -> None:
     lacking = _gpus(cards, None, False)
     assert lacking.state == "note" and "cuda13" in (lacking.remedy or "")
     assert _gpus((), "no NVIDIA driver", False).found == "none: no NVIDIA driver"
+
+
+def test_a_gpu_is_filled_faster_than_ram() -> None:
+    """So that a short budget measures as many candidates on it, and as long."""
+    large = msgspec.structs.replace(card(), file_bytes=18 << 30)
+    found = search(card(), gpu_machine(gpu()), workload(), Limits(), ("native",), 8)
+    on_gpu = next(item.placement for item in found.finalists if item.placement.gpu_ordinals)
+    assert start_s(large, on_gpu) < 5 < 15 < start_s(large, placement())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
 
 from configs.errors import PlanError
-from plans.plan import decode_plan, encode_plan, plan_builtins, plan_id_of
+from plans.machine import Gpu
+from plans.plan import Plan, decode_plan, encode_plan, plan_builtins, plan_id_of
 from tests.plans.samples import sample_plan
 
 
@@ -18,6 +21,33 @@ def test_round_trip() -> None:
     again = decode_plan(data, plan_id_of(data))
     assert msgspec.structs.replace(again, id="") == plan
     assert encode_plan(again) == data
+
+
+def test_a_plan_of_a_gpu_machine_can_be_read_again() -> None:
+    plan = sample_plan()
+    here = msgspec.structs.replace(plan.host, gpus=(Gpu("NVIDIA Large", "580.1"),), gpus_absent_reason=None)
+    data = encode_plan(msgspec.structs.replace(plan, host=here))
+    assert decode_plan(data, plan_id_of(data)).host == here
+
+
+def structs_in(annotation: Any) -> Iterator[type[msgspec.Struct]]:
+    """Every struct that a value of this type may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        yield annotation
+        for inner in get_type_hints(annotation).values():
+            yield from structs_in(inner)
+    for argument in get_args(annotation):
+        yield from structs_in(argument)
+
+
+def test_whatever_may_be_unknown_may_be_missing_in_the_file() -> None:
+    """TOML has no null: without a default such a field would make the file unreadable."""
+    found = set(structs_in(Plan))
+    assert len(found) > 10
+    for struct in found:
+        for field in msgspec.structs.fields(struct):
+            if type(None) in get_args(get_type_hints(struct)[field.name]):
+                assert not field.required and field.default is None, f"{struct.__name__}.{field.name}"
 
 
 def test_unknown_is_absent_and_never_zero() -> None:

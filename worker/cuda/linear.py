@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from worker.cuda.driver import Launcher
 from worker.cuda.few import FEW_TOKENS, few_tiling, multiply_few, multiply_gated, token_tile_for
+from worker.cuda.formats import is_float
 from worker.cuda.grouped import moe_grouped
 from worker.cuda.grouped import workspace as grouped_workspace
 from worker.cuda.matmul import GEMV_TOKENS, STORE, Activations, Epilogue, Norm, Part, gemv, rows_from
@@ -119,9 +120,15 @@ def _gemv_pieces(
         start += count
 
 
+def _is_for_vectors(experts: Experts, n_tokens: int) -> bool:
+    """Whether a mixture runs on the kernels for few tokens, which know quantised weights only."""
+    matrices = (experts.gate, experts.up, experts.down)
+    return n_tokens <= VECTOR_TOKENS and not any(is_float(matrix.type_id) for matrix in matrices)
+
+
 def moe_workspace_bytes(experts: Experts, n_tokens: int) -> int:
     """Scratch of `moe`."""
-    if n_tokens <= VECTOR_TOKENS:
+    if _is_for_vectors(experts, n_tokens):
         return _aligned(hidden_bytes(experts, n_tokens))
     return grouped_workspace(experts, n_tokens).total_bytes
 
@@ -140,8 +147,8 @@ def moe(
     pdl: bool = True,
 ) -> None:
     """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source`. `choice` may be a RouterRule, and `norm` be
-    given, for one token only."""
-    if n_tokens <= VECTOR_TOKENS:
+    given, for one token and quantised experts only."""
+    if _is_for_vectors(experts, n_tokens):
         moe_decode(
             launcher,
             experts,
