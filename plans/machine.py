@@ -82,7 +82,8 @@ class DiskRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CopyRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kind`: "pinned in", "pinned out", "pageable in", "pinned in beside CPU reads", or "peer N" to GPU N."""
+    """`kind`: "pinned in", "pinned out", "pageable in", "peer N" to GPU N, "pinned in beside CPU reads", or "CPU reads
+    beside pinned in", the rate of those reads meanwhile."""
 
     kind: str
     block_bytes: int

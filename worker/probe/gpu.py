@@ -20,6 +20,7 @@ import numpy as np
 from plans.machine import CopyRate, GpuKernelRate, GpuRates
 from worker.cuda.device import CudaDevice, gpu_absence
 from worker.cuda.driver import Launcher
+from worker.probe.gpu_beside import COPY_BYTES, copies_beside_reads
 from worker.probe.gpu_kernels import KERNEL_TYPES, measure_kernel
 from worker.probe.kernels import say
 
@@ -107,6 +108,7 @@ class _GpuProbe:
         free_bytes = self.device.free_bytes()
         say(f"gpu{self.device.ordinal}: copies")
         copies = tuple(self._attempt("copies", lambda: list(self._copies(n_devices))) or ())
+        copies += tuple(self._attempt("copies beside CPU reads", self._copies_beside_reads) or ())
         facts = read_smi(self.device.ordinal)
         say(f"gpu{self.device.ordinal}: memory and launches")
         rates = {
@@ -179,6 +181,15 @@ class _GpuProbe:
         yield from self._peer_copies(n_devices, target, largest)
         self.device.release(target)
         host.close()
+
+    def _copies_beside_reads(self) -> tuple[CopyRate, CopyRate]:
+        host, target = self.device.host_buffer(COPY_BYTES), self.device.allocate(COPY_BYTES)
+        copy = partial(self.device.copy_in, target, host.address, COPY_BYTES)
+        try:
+            return copies_beside_reads(lambda: self._best(copy, COPY_BYTES), len(os.sched_getaffinity(0)))
+        finally:
+            self.device.release(target)
+            host.close()
 
     def _peer_copies(self, n_devices: int, source: int, size_bytes: int) -> Iterator[CopyRate]:
         for other in range(n_devices):
