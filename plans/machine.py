@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-REPORT_VERSION = 2
+REPORT_VERSION = 3
 
 
 class Cpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,12 +91,14 @@ class CopyRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GpuKernelRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One weight type's matrix kernels, weights beyond the L2 cache. Bytes are those of the file."""
+    """One weight type's matrix kernels at one shape, weights beyond the L2 cache. Bytes are those of the file."""
 
     type: str
     decode_bytes_per_s: float | None
     prefill_macs_per_s: float | None
     reason: str | None = None
+    rows: int = 4096
+    columns: int = 4096
 
 
 class GpuRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,7 +130,9 @@ class GpuRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     missing: tuple[str, ...] = ()
 
     def kernel(self, type_name: str) -> GpuKernelRate | None:
-        return next((rate for rate in self.kernels if rate.type == type_name), None)
+        """The rates of a type at the largest shape that was measured."""
+        rates = [rate for rate in self.kernels if rate.type == type_name]
+        return max(rates, key=lambda rate: rate.rows * rate.columns, default=None)
 
     def copy_bytes_per_s(self, kind: str) -> float | None:
         """The best rate of a kind of copy."""

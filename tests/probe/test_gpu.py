@@ -6,10 +6,13 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from configs.errors import EngineStartError
 from plans.key import library_path
+from plans.machine import GpuKernelRate
+from tests.planner.fakes import gpu as fake_gpu
 from worker.probe import gpu, gpu_beside
 
 needs_library = pytest.mark.skipif(not library_path().is_file(), reason="the native library is not built")
@@ -63,3 +66,13 @@ def test_the_team_reads_while_copies_are_timed_and_stops_after(monkeypatch: pyte
 def test_without_the_library_there_is_a_reason(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match="can not be loaded"):
         gpu_beside.copies_beside_reads(lambda: 1.0, 2, tmp_path / "nothing.so")
+
+
+def test_the_rate_of_a_type_is_that_of_its_largest_shape() -> None:
+    rates = (
+        GpuKernelRate("Q4_0", 1e12, 1e13, rows=768, columns=2048),
+        GpuKernelRate("Q4_0", 3e12, 2e14, rows=4096, columns=4096),
+        GpuKernelRate("Q8_0", 2e12, 2e14),
+    )
+    known = msgspec.structs.replace(fake_gpu(), kernels=rates)
+    assert known.kernel("Q4_0") == rates[1] and known.kernel("F16") is None

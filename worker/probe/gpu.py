@@ -21,7 +21,7 @@ from plans.machine import CopyRate, GpuKernelRate, GpuRates
 from worker.cuda.device import CudaDevice, gpu_absence
 from worker.cuda.driver import Launcher
 from worker.probe.gpu_beside import COPY_BYTES, copies_beside_reads
-from worker.probe.gpu_kernels import KERNEL_TYPES, measure_kernel
+from worker.probe.gpu_kernels import KERNEL_TYPES, SHAPES, compile_kernels, measure_kernel
 from worker.probe.kernels import say
 
 COPY_BLOCKS = (64 << 10, 1 << 20, 16 << 20, 256 << 20)
@@ -106,6 +106,7 @@ class _GpuProbe:
 
     def measure(self, n_devices: int) -> GpuRates:
         free_bytes = self.device.free_bytes()
+        self._attempt("compiling kernels", lambda: compile_kernels(self.device, self.launcher))
         say(f"gpu{self.device.ordinal}: copies")
         copies = tuple(self._attempt("copies", lambda: list(self._copies(n_devices))) or ())
         copies += tuple(self._attempt("copies beside CPU reads", self._copies_beside_reads) or ())
@@ -261,5 +262,8 @@ class _GpuProbe:
     def _kernels(self) -> Iterator[GpuKernelRate]:
         for name in KERNEL_TYPES:
             say(f"gpu{self.device.ordinal}: kernels of {name}")
-            rate = self._attempt(name, partial(measure_kernel, self.device, self.launcher, name))
-            yield rate or GpuKernelRate(name, None, None, self.missing[-1])
+            for shape in SHAPES:
+                what = f"{name} {shape[0]} x {shape[1]}"
+                measure = partial(measure_kernel, self.device, self.launcher, name, shape)
+                rate = self._attempt(what, measure)
+                yield rate or GpuKernelRate(name, None, None, self.missing[-1], *shape)
