@@ -7,6 +7,7 @@ seam (lowering, inputs, graphs, upload, executor) can be compared with the refer
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from configs.errors import EngineStartError
 from worker.cuda.kv_cache import KvLayerArrays
 from worker.cuda.sampler import SAMPLED
 from worker.cuda.sampling import SamplingBuffers
+from worker.cuda.upload import FeedPlan
 from worker.cuda.values import Rows, RowTable, StepShape
 from worker.model.quants import dequantize
 from worker.model.types import BY_ID
@@ -80,8 +82,8 @@ class HostDevice:
     def host_buffer(self, size_bytes: int) -> _HostBuffer:
         return _HostBuffer(size_bytes)
 
-    def new_stream(self) -> int:
-        return 2
+    def feed(self, plan: FeedPlan) -> _HostFeed:
+        return _HostFeed(plan)
 
     def submit(self, name: str, work: Callable[[], None]) -> None:
         if self._recording is not None:
@@ -90,7 +92,7 @@ class HostDevice:
         self.log.append(name)
         work()
 
-    def copy_in(self, target: int, source: int, size_bytes: int, stream: int | None = None) -> None:
+    def copy_in(self, target: int, source: int, size_bytes: int) -> None:
         self.submit("copy_in", lambda: _copy(target, source, size_bytes))
 
     copy_out = copy_within = copy_in
@@ -98,7 +100,7 @@ class HostDevice:
     def fill_zero(self, address: int, size_bytes: int) -> None:
         self.submit("fill_zero", lambda: void(ctypes.memset(address, 0, size_bytes)))
 
-    def synchronize(self, stream: int | None = None) -> None:
+    def synchronize(self) -> None:
         """Work was done when it was queued."""
 
     def mark(self) -> None:
@@ -120,6 +122,26 @@ class HostDevice:
 
     def close(self) -> None:
         assert not self._allocations, "device memory was not given back"
+
+
+@dataclass
+class _HostFeed:
+    """Reads a part when it is asked for."""
+
+    plan: FeedPlan
+
+    def await_part(self, part: int) -> None:
+        asked = self.plan.parts[part]
+        stored = os.pread(asked.file, asked.size_bytes, asked.offset_bytes)
+        if len(stored) < asked.size_bytes:
+            raise OSError("the model file ended early")
+        ctypes.memmove(asked.target, stored, asked.size_bytes)
+
+    def release(self, buffer: int) -> None:
+        """The next part overwrites it."""
+
+    def end(self) -> None:
+        """Nothing is kept."""
 
 
 def void(_: object) -> None:

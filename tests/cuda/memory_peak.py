@@ -99,9 +99,7 @@ def decode(executor: GpuExecutor, sequences: int, position: int, sampler: Sample
     """Three steps of a shape: op by op, captured, from the graph."""
     for _ in range(3):
         parts = tuple(
-            SequencePart(
-                [7], position, pages_for(executor, sequence, position + 1), (Output(0, sampler),)
-            )
+            SequencePart([7], position, pages_for(executor, sequence, position + 1), (Output(0, sampler),))
             for sequence in range(sequences)
         )
         executor.run(StepBatch(parts, sequences, sequences), CancelFlag())

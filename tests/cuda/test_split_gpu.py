@@ -51,7 +51,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def sized(**changes: Any) -> Placement:
-    sizes = {"context_length_tokens": CONTEXT_TOKENS, "max_sequences": SEQUENCES, "ubatch_tokens": UBATCH_TOKENS}
+    sizes = {
+        "context_length_tokens": CONTEXT_TOKENS,
+        "max_sequences": SEQUENCES,
+        "ubatch_tokens": UBATCH_TOKENS,
+    }
     return placement(**(sizes | changes))
 
 

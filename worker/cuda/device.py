@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.errors import EngineStartError
+
+if TYPE_CHECKING:
+    from worker.cuda.upload import Feed, FeedPlan
 
 ALIGNMENT_BYTES = 256
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
@@ -35,7 +38,7 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """One GPU and its one compute stream. Copies and launches are queued there unless a stream is named."""
+    """One GPU and its one compute stream, where copies and launches are queued."""
 
     ordinal: int
     name: str
@@ -53,9 +56,11 @@ class Device(Protocol):
 
     def host_buffer(self, size_bytes: int) -> HostBuffer: ...
 
-    def new_stream(self) -> int: ...
+    def feed(self, plan: FeedPlan) -> Feed:
+        """Start to read files into this device's memory."""
+        ...
 
-    def copy_in(self, target: int, source: int, size_bytes: int, stream: int | None = None) -> None: ...
+    def copy_in(self, target: int, source: int, size_bytes: int) -> None: ...
 
     def copy_out(self, target: int, source: int, size_bytes: int) -> None: ...
 
@@ -63,8 +68,8 @@ class Device(Protocol):
 
     def fill_zero(self, address: int, size_bytes: int) -> None: ...
 
-    def synchronize(self, stream: int | None = None) -> None:
-        """Wait for a stream, the compute stream where none is named."""
+    def synchronize(self) -> None:
+        """Wait for all that is queued."""
         ...
 
     def mark(self) -> Any:
@@ -106,9 +111,12 @@ def _first_line(error: BaseException) -> str:
 
 
 class CudaDevice:
-    """A Device through CuPy's runtime calls: plain cudaMalloc, no pool, so that every byte is accounted for."""
+    """A Device through CuPy's runtime calls: plain cudaMalloc, no pool, so that every byte is accounted for.
 
-    def __init__(self, ordinal: int) -> None:
+    `make_feed` makes the feeds of the device that is current; without it nothing can be fed from files.
+    """
+
+    def __init__(self, ordinal: int, make_feed: Callable[[FeedPlan], Feed] | None = None) -> None:
         if (reason := gpu_absence()) is not None:
             raise EngineStartError(f"gpu{ordinal} can not be used: {reason}")
         import cupy
@@ -124,9 +132,10 @@ class CudaDevice:
         self.name: str = properties["name"].decode()
         self.capability = int(properties["major"]) * 10 + int(properties["minor"])
         self.n_processors = int(properties["multiProcessorCount"])
-        self._before_context_bytes, self.total_bytes = self._runtime.memGetInfo()
-        self._streams = [cupy.cuda.Stream(non_blocking=True)]
-        self.stream: int = self._streams[0].ptr
+        self.total_bytes = int(self._runtime.memGetInfo()[1])
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream: int = self._stream.ptr
+        self._make_feed = make_feed
 
     def bind(self) -> None:
         self._device.use()
@@ -150,12 +159,14 @@ class CudaDevice:
     def host_buffer(self, size_bytes: int) -> HostBuffer:
         return _PinnedBuffer(self._runtime, size_bytes)
 
-    def new_stream(self) -> int:
-        self._streams.append(self._cupy.cuda.Stream(non_blocking=True))
-        return int(self._streams[-1].ptr)
+    def feed(self, plan: FeedPlan) -> Feed:
+        if self._make_feed is None:
+            raise EngineStartError(f"gpu{self.ordinal} was opened for measuring: it can not be fed from files")
+        self.bind()
+        return self._make_feed(plan)
 
-    def copy_in(self, target: int, source: int, size_bytes: int, stream: int | None = None) -> None:
-        self._runtime.memcpyAsync(target, source, size_bytes, _TO_DEVICE, stream or self.stream)
+    def copy_in(self, target: int, source: int, size_bytes: int) -> None:
+        self._runtime.memcpyAsync(target, source, size_bytes, _TO_DEVICE, self.stream)
 
     def copy_out(self, target: int, source: int, size_bytes: int) -> None:
         self._runtime.memcpyAsync(target, source, size_bytes, _TO_HOST, self.stream)
@@ -166,19 +177,19 @@ class CudaDevice:
     def fill_zero(self, address: int, size_bytes: int) -> None:
         self._runtime.memsetAsync(address, 0, size_bytes, self.stream)
 
-    def synchronize(self, stream: int | None = None) -> None:
-        self._runtime.streamSynchronize(stream or self.stream)
+    def synchronize(self) -> None:
+        self._runtime.streamSynchronize(self.stream)
 
     def mark(self) -> Any:
         event = self._cupy.cuda.Event(block=False, disable_timing=True)
-        event.record(self._streams[0])
+        event.record(self._stream)
         return event
 
     def await_mark(self, mark: Any) -> None:
         mark.synchronize()
 
     def capture(self, enqueue: Callable[[], None]) -> Graph:
-        stream = self._streams[0]
+        stream = self._stream
         stream.begin_capture()
         try:
             enqueue()
@@ -197,7 +208,7 @@ class CudaDevice:
             return
 
     def close(self) -> None:
-        self._streams.clear()
+        del self._stream
 
 
 class _CudaGraph:

@@ -11,12 +11,12 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
 from configs.errors import EngineError, EngineStartError
-from worker.cuda.loader import cubin
+from worker.cuda.loader import SOURCES, cubin
 from worker.cuda.nvrtc import required_nvrtc
 
 Variant = tuple[str, dict[str, int | float | str]]
@@ -61,6 +61,21 @@ def check(status: int, what: str, library: ctypes.CDLL | None = None) -> None:
         words = c_char_p()
         (library or _library()).cuGetErrorString(status, ctypes.byref(words))
         raise EngineError(f"{what}: {(words.value or b'?').decode()} (CUDA error {status})")
+
+
+def function_address(name: str) -> int:
+    """Of a function of the driver, for native code. Raises EngineStartError where the driver lacks it."""
+    try:
+        return ctypes.cast(getattr(_library(), name), c_void_p).value or 0
+    except AttributeError:
+        raise EngineStartError(f"this CUDA driver has no {name}: it is too old") from None
+
+
+def current_context() -> int:
+    """The context that is current in this thread."""
+    context = c_void_p()
+    check(_library().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    return context.value or 0
 
 
 class Function:
@@ -109,6 +124,17 @@ class _NoFunction(Function):
 _NOTHING = _NoFunction()
 
 
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="nvrtc")
+
+
+def _source_bytes(recorded: tuple[tuple[Any, ...], Variant]) -> int:
+    """What takes longest to compile is mostly what is longest; begun first, it does not end last."""
+    source, _ = recorded[1]
+    return (SOURCES / source).stat().st_size
+
+
 class Launcher:
     """Enqueues kernels of this folder on one stream of one device whose context is current in this thread.
 
@@ -122,7 +148,7 @@ class Launcher:
         # those launched with `pdl`, where a dict is set
         self.early_functions: dict[Function, None] | None = None
         self._recorded: dict[tuple[Any, ...], Variant] | None = None
-        self._codes: dict[tuple[Any, ...], bytes] = {}
+        self._codes: dict[tuple[Any, ...], Future[bytes]] = {}  # being compiled, or not loaded yet
         facts = {name: self._device_fact(number) for name, number in _DEVICE_ATTRIBUTES.items()}
         self.capability = facts["major"] * 10 + facts["minor"]
         self.sm_count, self.shared_bytes = facts["sm_count"], facts["shared_bytes"]
@@ -160,29 +186,31 @@ class Launcher:
             self._functions[key] = Function(handle, name)
         return self._functions[key]
 
+    @property
+    def is_recording(self) -> bool:
+        return self._recorded is not None
+
     @contextlib.contextmanager
     def only_recording(self) -> Iterator[None]:
-        """Launches inside of the block are not made; the kernels they need are compiled at its end, side by side."""
+        """Launches inside of the block are not made. At its end the kernels they need begin to be compiled, side by
+        side with each other and with what the caller does next; their first use waits for them.
+        """
         self._recorded = {}
         try:
             yield
         finally:
             recorded, self._recorded = self._recorded, None
-        missing = {key: variant for key, variant in recorded.items() if key not in self._modules}
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="nvrtc") as pool:
-            codes = pool.map(self._compiled, missing.values())
-            self._codes.update(zip(missing, codes, strict=True))
-
-    def _compiled(self, variant: Variant) -> bytes:
-        source, defines = variant
-        return cubin(source, defines, self.architecture)
+        for key, (source, defines) in sorted(recorded.items(), key=_source_bytes, reverse=True):
+            if key not in self._modules and key not in self._codes:
+                self._codes[key] = _compilers().submit(cubin, source, defines, self.architecture)
 
     def _module(
         self, variant: tuple[Any, ...], source: str, defines: Mapping[str, int | float | str]
     ) -> c_void_p:
         if variant not in self._modules:
             module = c_void_p()
-            code = self._codes.pop(variant, None) or cubin(source, defines, self.architecture)
+            begun = self._codes.pop(variant, None)
+            code = begun.result() if begun else cubin(source, defines, self.architecture)
             check(_library().cuModuleLoadData(ctypes.byref(module), code), f"load {variant}")
             self._modules[variant] = module
         return self._modules[variant]
@@ -202,7 +230,7 @@ class Launcher:
         `pdl` lets it start while the kernel before it still runs: only for kernels that wait for the dependency
         themselves; ignored where the card can not. `cluster` blocks along x form a cluster.
         """
-        if self._recorded is not None:
+        if self.is_recording:
             return
         function.allow_shared(shared_bytes)
         values = [ctypes.c_uint64(a) if isinstance(a, int) else a for a in args]

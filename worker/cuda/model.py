@@ -1,13 +1,15 @@
-"""A model's part on one device, loaded and ready: weights, cache, buffers, launches, and what they take.
+"""A model's part on one device: weights, cache, buffers, launches, and what they take.
 
-`predict` states the need before anything is allocated; `DeviceModel` allocates it and compares.
+`predict` states the need before anything is allocated; `DeviceModel` allocates it and compares. Its weights come last
+(`upload`), so that kernels can be compiled meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from worker.cuda.device import Device
@@ -20,7 +22,7 @@ from worker.cuda.sampling import SamplingBuffers, SamplingLimits
 from worker.cuda.step_inputs import InputLimits, StepInputs
 from worker.cuda.upload import Progress
 from worker.cuda.values import Rows
-from worker.cuda.weights import load_weights, plan_weights
+from worker.cuda.weights import PlacedWeights, plan_weights
 from worker.model.gguf import ModelFile
 from worker.ops.oplist import OpKind, OpList
 
@@ -76,7 +78,7 @@ def predict(oplist: OpList, kernels: KernelSet, limits: StepLimits, kv_type: str
 
 
 class DeviceModel:
-    """Everything of one device. `sampling` is None where another device or the CPU has the head."""
+    """Everything of one device; `upload` makes it ready. `sampling` is None where the head is elsewhere."""
 
     def __init__(
         self,
@@ -88,18 +90,15 @@ class DeviceModel:
         kv_type: str,
         n_pages: int,
         cap_bytes: int | None,
-        readers: int,
-        progress: Progress,
     ) -> None:
         self.device, self.oplist, self.limits = device, oplist, limits
         self.kernels = make_kernels(device)
         self.need = predict(oplist, self.kernels, limits, kv_type, n_pages)
         check_fits(self.need, cap_bytes, device)
-        free_before = device.free_bytes()
+        self._free_before_bytes = device.free_bytes()
         self.memory = DeviceMemory(device, cap_bytes)
-        started = time.monotonic()
-        weights = load_weights(file, oplist, self.kernels, self.memory, readers, progress)
-        self.upload_s = time.monotonic() - started
+        self._weights = PlacedWeights(file, oplist, self.kernels, self.memory)
+        self.upload_s = 0.0
         self.cache = DeviceKvCache(self.memory, oplist.kv_layers, kv_type, n_pages)
         self.buffers = allocate_buffers(oplist, self.memory, limits.max_tokens, limits.max_outputs)
         self.decode_inputs = StepInputs(self.memory, limits.decode_inputs)
@@ -111,16 +110,33 @@ class DeviceModel:
         scratch = self.memory.take("workspace", scratch_bytes, zeroed=True)
         self.kernels.prepare(oplist, limits.max_tokens, limits.max_outputs, scratch, self.sampling)
         self.launches: tuple[Launch, ...] = Lowering(
-            oplist, self.kernels, self.buffers, weights, self.cache
+            oplist, self.kernels, self.buffers, self._weights.handles, self.cache
         ).launches()
-        device.synchronize()
-        self._log_memory(free_before)
+
+    def upload(self, readers: int, progress: Progress) -> None:
+        """Bring the weights to the device. Raises OSError when the file changes meanwhile."""
+        started = time.monotonic()
+        self.device.bind()
+        with self._raw_buffers() as raw_address:
+            self._weights.upload(raw_address, readers, progress)
+        self.upload_s = time.monotonic() - started
+        self.cache.clear()
+        self._log_memory()
 
     def buffer(self, name: str) -> Rows:
         return self.buffers[self.oplist.buffer_index(name)]
 
-    def _log_memory(self, free_before: int) -> None:
-        used = free_before - self.device.free_bytes()
+    @contextlib.contextmanager
+    def _raw_buffers(self) -> Iterator[int]:
+        """Room for the upload: that of the cache, which is empty yet, where it is large enough."""
+        if self._weights.raw_bytes <= self.cache.size_bytes:
+            yield self.cache.address
+            return
+        with self.memory.borrow("upload", self._weights.raw_bytes) as address:
+            yield address
+
+    def _log_memory(self) -> None:
+        used = self._free_before_bytes - self.device.free_bytes()
         predicted = self.need.weights + self.need.kv + self.need.workspace
         logger.info(
             "gpu%d (%s): predicted %.0f MiB of weights, cache and workspace, took %.0f MiB; uploaded in %.2f s",

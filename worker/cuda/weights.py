@@ -15,7 +15,7 @@ from plans.units import TensorRef
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.lowering import DeviceWeights
 from worker.cuda.memory import DeviceMemory, aligned
-from worker.cuda.upload import RAW_BUFFERS, Part, Progress, Uploader, raw_buffer_bytes
+from worker.cuda.upload import RAW_BUFFERS, Part, Progress, raw_buffer_bytes, upload
 from worker.cuda.values import RowTable
 from worker.model.gguf import ModelFile
 from worker.model.quants import dequantize
@@ -66,28 +66,35 @@ def _matrix_bytes(tensor: TensorRef, kernels: KernelSet) -> int:
     return tensor.experts * tensor.rows * row_bytes
 
 
-def load_weights(
-    file: ModelFile,
-    oplist: OpList,
-    kernels: KernelSet,
-    memory: DeviceMemory,
-    readers: int,
-    progress: Progress,
-) -> DeviceWeights:
-    """Everything on the device. Raises OSError when the file changes meanwhile, EngineStartError without room."""
-    plan = plan_weights(oplist, kernels)
-    base = memory.take("weights", plan.total_bytes)
-    parts: list[Part] = []
-    for index, offset in sorted(plan.matrices.items(), key=lambda item: item[1]):
-        parts += _matrix_parts(_tensor(oplist, index), kernels, base + offset)
-    for index, offset in plan.tables.items():
-        tensor = _tensor(oplist, index)
-        parts.append(Part(tensor.file_index, tensor.offset_bytes, tensor.bytes, base + offset))
-    kernels.compile_ahead(lambda: _lay_out_all(parts, base))
-    _upload_vectors(file, oplist, plan, base, memory)
-    with memory.borrow("upload", RAW_BUFFERS * raw_buffer_bytes(parts)) as raw:
-        Uploader(memory.device, [str(path) for path in file.paths], parts, raw).run(readers, progress)
-    return _handles(oplist, kernels, plan, base)
+class PlacedWeights:
+    """Weights that have their places on the device; `upload` brings them there.
+
+    Raises EngineStartError where there is no room. `handles` may be used before, for whatever does not run before.
+    """
+
+    def __init__(self, file: ModelFile, oplist: OpList, kernels: KernelSet, memory: DeviceMemory) -> None:
+        self._file, self._oplist, self._memory = file, oplist, memory
+        self._plan = plan = plan_weights(oplist, kernels)
+        self._base = base = memory.take("weights", plan.total_bytes)
+        self._parts: list[Part] = []
+        for index, offset in sorted(plan.matrices.items(), key=lambda item: item[1]):
+            self._parts += _matrix_parts(_tensor(oplist, index), kernels, base + offset)
+        for index, offset in plan.tables.items():
+            tensor = _tensor(oplist, index)
+            self._parts.append(Part(tensor.file_index, tensor.offset_bytes, tensor.bytes, base + offset))
+        self.handles = _handles(oplist, kernels, plan, base)
+        kernels.compile_ahead(lambda: _lay_out_all(self._parts, base))
+
+    @property
+    def raw_bytes(self) -> int:
+        """Device memory that `upload` needs for its time."""
+        return RAW_BUFFERS * raw_buffer_bytes(self._parts)
+
+    def upload(self, raw_address: int, readers: int, progress: Progress) -> None:
+        """Everything to its place. Raises OSError when the file changes meanwhile."""
+        _upload_vectors(self._file, self._oplist, self._plan, self._base, self._memory)
+        paths = [str(path) for path in self._file.paths]
+        upload(self._memory.device, paths, self._parts, raw_address, readers, progress)
 
 
 def _lay_out_all(parts: list[Part], raw: int) -> None:

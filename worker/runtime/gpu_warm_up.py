@@ -34,14 +34,17 @@ class Warmed(Protocol):
     def run(self, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken]: ...
 
 
-def warm_up(executor: Warmed, n_sequences: int, *, is_whole: bool) -> None:
-    """`is_whole`: one GPU has the whole model, so that its decode graph can be tuned."""
-    batches = list(usual_batches(executor, n_sequences))
+def compile_ahead(executor: Warmed, batches: list[StepBatch]) -> None:
+    """Begin to compile what steps of these batches need; weights need not be there yet."""
     for model in executor.models:
         model.device.bind()
         shapes = [executor.prepare(batch).shape for batch in batches]
         model.kernels.compile_ahead(lambda model=model, shapes=shapes: _enqueue_all(model, shapes))  # type: ignore[misc]
-    if is_whole:
+
+
+def warm_up(executor: Warmed, batches: list[StepBatch], *, is_whole: bool) -> None:
+    """Run the batches, decode twice. `is_whole`: one GPU has the whole model, so that its decode graph can be tuned."""
+    if is_whole and batches:
         _tune(executor)
     for batch in batches:
         executor.run(batch, CancelFlag())
