@@ -105,6 +105,7 @@ class GpuRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one GPU was measured to do. None: not measured, `missing` says why.
 
     `link_generation` and `link_width`: of PCIe under load. Clocks in MHz. `foreign_processes`: others that use it.
+    `context_bytes`: what a process takes of the device before it allocates anything.
     `graph_node_s`: from one empty kernel of a graph to the next. `handover_s`: a kernel asks the CPU and is answered.
     """
 
@@ -115,6 +116,7 @@ class GpuRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n_processors: int
     memory_total_bytes: int
     memory_free_bytes: int
+    context_bytes: int | None = None
     link_generation: int | None = None
     link_width: int | None = None
     clock_mhz: int | None = None

@@ -52,6 +52,7 @@ class HostDevice:
     total_bytes: int = 8 << 30
     name: str = "host stand-in"
     capability: int = 90
+    context_bytes: int | None = None
     stream: int = 1
     log: list[str] = field(default_factory=list)
     graph_launches: int = 0
@@ -66,6 +67,9 @@ class HostDevice:
 
     def free_bytes(self) -> int:
         return self.total_bytes - self.used_bytes()
+
+    def own_bytes(self) -> int | None:
+        return None
 
     def allocate(self, size_bytes: int) -> int:
         if size_bytes > self.free_bytes():
@@ -208,6 +212,9 @@ class NumpyKernels:
 
     def compile_ahead(self, enqueue: Callable[[], None]) -> None:
         """Nothing is compiled here."""
+
+    def load_compiled(self) -> None:
+        """As `compile_ahead`."""
 
     def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:
         return 1024

@@ -53,7 +53,9 @@ class LateDriver:
 
     def __init__(self, seed: int, refused: str = "") -> None:
         self._queues: dict[int, deque[tuple[str, Any]]] = {COMPUTE: deque()}
-        self._recorded: dict[int, int] = {}  # how often each event was recorded, and how often that was reached
+        self._recorded: dict[
+            int, int
+        ] = {}  # how often each event was recorded, and how often that was reached
         self._reached: dict[int, int] = {}
         self._lock, self._random, self._refused = threading.RLock(), random.Random(seed), refused
         self.registered, self.n_handles, self.n_handles_left = 0, 1, 0
@@ -202,7 +204,9 @@ def test_every_byte_arrives_whatever_the_device_does_first(
         assert np.array_equal(arrived[:-1], expected[:-1, ::-1]) and np.array_equal(arrived[-1], expected[-1])
         assert [done_bytes for _, done_bytes, _ in seen] == [n * PART_BYTES for n in range(N_PARTS + 2)]
         assert {(phase, total) for phase, _, total in seen} == {("uploading", stored.nbytes)}
-        assert driver.n_handles_left == 0 and driver.registered == 0, "streams, events and memory are given back"
+        assert driver.n_handles_left == 0 and driver.registered == 0, (
+            "streams, events and memory are given back"
+        )
 
 
 def test_a_file_that_ends_early_ends_the_upload(content: tuple[Path, np.ndarray]) -> None:
@@ -214,7 +218,9 @@ def test_a_file_that_ends_early_ends_the_upload(content: tuple[Path, np.ndarray]
     assert driver.n_handles_left == 0 and driver.registered == 0
 
 
-@pytest.mark.parametrize("refused", ["create_stream", "create_event", "register_memory", "copy_in", "record_event"])
+@pytest.mark.parametrize(
+    "refused", ["create_stream", "create_event", "register_memory", "copy_in", "record_event"]
+)
 def test_a_driver_that_refuses_ends_the_upload(content: tuple[Path, np.ndarray], refused: str) -> None:
     driver = LateDriver(0, refused)
     with pytest.raises(EngineStartError, match="error 2"):

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.errors import EngineStartError
+from worker.cuda import nvml
 
 if TYPE_CHECKING:
     from worker.cuda.upload import Feed, FeedPlan
@@ -44,9 +45,14 @@ class Device(Protocol):
     name: str
     capability: int  # 75, 80, 90, ...
     total_bytes: int
+    context_bytes: int | None  # what making the context took; None where it is not known
     stream: int  # address of the compute stream
 
     def free_bytes(self) -> int: ...
+
+    def own_bytes(self) -> int | None:
+        """What this process takes of the device by now, all in all; None where it is not known."""
+        ...
 
     def allocate(self, size_bytes: int) -> int:
         """Address of uninitialised memory. Raises EngineStartError when the device has no room."""
@@ -125,6 +131,8 @@ class CudaDevice:
         count = self._runtime.getDeviceCount()
         if ordinal >= count:
             raise EngineStartError(f"the plan uses gpu{ordinal}, this machine has {count} CUDA devices")
+        self._bus_id: str = self._runtime.deviceGetPCIBusId(ordinal)
+        self._before_bytes = nvml.used_bytes(self._bus_id)
         self._device = cupy.cuda.Device(ordinal)
         self._device.use()
         properties = self._runtime.getDeviceProperties(ordinal)
@@ -136,12 +144,21 @@ class CudaDevice:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self.stream: int = self._stream.ptr
         self._make_feed = make_feed
+        self.context_bytes = self.own_bytes()
 
     def bind(self) -> None:
         self._device.use()
 
     def free_bytes(self) -> int:
         return int(self._runtime.memGetInfo()[0])
+
+    def own_bytes(self) -> int | None:
+        """What is taken now above what was taken before this object; None where it is not known. Other processes that
+        took or gave back memory meanwhile are counted too."""
+        now_bytes = nvml.used_bytes(self._bus_id)
+        if now_bytes is None or self._before_bytes is None:
+            return None
+        return max(0, now_bytes - self._before_bytes)
 
     def allocate(self, size_bytes: int) -> int:
         try:
@@ -161,7 +178,9 @@ class CudaDevice:
 
     def feed(self, plan: FeedPlan) -> Feed:
         if self._make_feed is None:
-            raise EngineStartError(f"gpu{self.ordinal} was opened for measuring: it can not be fed from files")
+            raise EngineStartError(
+                f"gpu{self.ordinal} was opened for measuring: it can not be fed from files"
+            )
         self.bind()
         return self._make_feed(plan)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,11 +80,13 @@ def current_context() -> int:
 
 
 class Function:
-    """A kernel of a loaded module, with what the compiler gave it. `may_start_early`: False makes it ignore `pdl`."""
+    """A kernel of a loaded module, with what the compiler gave it. `may_start_early`: False makes it ignore `pdl`.
+    `identity`: the same for the same machine code."""
 
-    def __init__(self, handle: c_void_p, name: str) -> None:
+    def __init__(self, handle: c_void_p, name: str, identity: str = "") -> None:
         self.handle = handle
         self.name = name
+        self.identity = identity
         self.may_start_early = True
         self.registers = self._attribute(_REGISTERS)
         self.local_bytes = self._attribute(_LOCAL_BYTES)
@@ -155,6 +158,7 @@ class Launcher:
         self.l2_bytes = facts["l2_bytes"]
         self.architecture = required_nvrtc().architecture_for(self.capability)
         self._modules: dict[tuple[Any, ...], c_void_p] = {}
+        self._digests: dict[tuple[Any, ...], str] = {}  # of the modules' code
         self._functions: dict[tuple[Any, ...], Function] = {}
 
     @property
@@ -183,7 +187,7 @@ class Launcher:
                 ctypes.byref(handle), self._module(variant, source, defines or {}), name.encode()
             )
             check(status, f"{source}: kernel {name}")
-            self._functions[key] = Function(handle, name)
+            self._functions[key] = Function(handle, name, f"{name} {self._digests[variant]}")
         return self._functions[key]
 
     @property
@@ -204,6 +208,18 @@ class Launcher:
             if key not in self._modules and key not in self._codes:
                 self._codes[key] = _compilers().submit(cubin, source, defines, self.architecture)
 
+    def load_compiled(self) -> None:
+        """Load what was compiled ahead and is not loaded yet, so that its first launch need not."""
+        for variant in list(self._codes):
+            source, *defines = variant
+            self._module(variant, source, dict(defines))
+
+    @functools.cached_property
+    def driver_version(self) -> int:
+        version = c_int()
+        check(_library().cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
+        return version.value
+
     def _module(
         self, variant: tuple[Any, ...], source: str, defines: Mapping[str, int | float | str]
     ) -> c_void_p:
@@ -213,6 +229,7 @@ class Launcher:
             code = begun.result() if begun else cubin(source, defines, self.architecture)
             check(_library().cuModuleLoadData(ctypes.byref(module), code), f"load {variant}")
             self._modules[variant] = module
+            self._digests[variant] = hashlib.sha256(code).hexdigest()[:16]
         return self._modules[variant]
 
     def launch(

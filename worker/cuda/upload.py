@@ -19,8 +19,8 @@ from worker.cuda.device import Device
 
 logger = logging.getLogger(__name__)
 
-# One read and one copy. On an H200's link copies of 1 MiB reach 87 %, of 4 MiB 96 % of the rate of large ones; the slots of
-# all readers together stay in the last-level cache.
+# One read and one copy. On an H200's link copies of 1 MiB reach 87 %, of 4 MiB 96 % of the rate of large ones; the
+# slots of all readers together stay in the last-level cache.
 PIECE_BYTES = 4 << 20
 SLOTS = 2  # of a reader: one is being copied from while the other is filled
 MOST_READERS = 12  # more readers than this make it no faster
@@ -45,8 +45,8 @@ class Part:
 
 @dataclass(frozen=True)
 class FedPart:
-    """What a feed knows of a part. With `buffer` >= 0 the target is that raw buffer, free once so many releases have been
-    counted; `file` is a descriptor."""
+    """What a feed knows of a part. With `buffer` >= 0 the target is that raw buffer, free once so many releases have
+    been counted; `file` is a descriptor."""
 
     offset_bytes: int
     size_bytes: int

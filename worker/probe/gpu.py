@@ -128,6 +128,7 @@ class _GpuProbe:
             n_processors=self.device.n_processors,
             memory_total_bytes=self.device.total_bytes,
             memory_free_bytes=free_bytes,
+            context_bytes=self.device.context_bytes,
             link_generation=as_int(facts.get("pcie.link.gen.current")),
             link_width=as_int(facts.get("pcie.link.width.current")),
             clock_mhz=as_int(facts.get("clocks.sm")),

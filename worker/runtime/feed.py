@@ -1,4 +1,4 @@
-"""The native feed (worker/cpu/feed.py) on a CUDA device: reads at the rate of the link, which Python's threads do not."""
+"""The native feed (worker/cpu/feed.py) on a CUDA device: it reads at the rate of the link, unlike Python's threads."""
 
 from __future__ import annotations
 

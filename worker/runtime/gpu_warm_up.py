@@ -5,12 +5,14 @@ All of it works on page 0, which nobody has yet, so nothing of it is seen later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from worker.cuda.driver import Launcher
+from worker.cuda.edges import edges_file, load_edges, set_edges, store_edges
 from worker.cuda.gpu_step import BUCKETS
 from worker.cuda.model import DeviceModel
-from worker.cuda.tuning import log_breakdown, tune_edges
+from worker.cuda.tuning import graph_s, log_breakdown, tune_edges
 from worker.cuda.values import StepShape
 from worker.ops.batch import PAGE_TOKENS
 from worker.ops.traffic import weight_bytes_per_token
@@ -18,7 +20,8 @@ from worker.runtime.executor import CancelFlag, Output, SampledToken, Sampler, S
 from worker.runtime.gpu_batch import PreparedStep
 
 TUNED_CONTEXT_TOKENS = 512
-PROMPT_TOKENS = (12, 48)  # beside the largest: other kernels serve such prompts
+PROMPT_TOKENS = (12, 48, 512)  # beside the largest: other kernels serve such prompts
+MOST_RUN_TOKENS = 512  # longer prompts need no libraries that these did not start, only kernels
 GREEDY = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0)
 SAMPLED = Sampler(1.0, 40, 0.9, 0.0, 1.0, 0.0, 0.0, 1)
 
@@ -43,10 +46,16 @@ def compile_ahead(executor: Warmed, batches: list[StepBatch]) -> None:
 
 
 def warm_up(executor: Warmed, batches: list[StepBatch], *, is_whole: bool) -> None:
-    """Run the batches, decode twice. `is_whole`: one GPU has the whole model, so that its decode graph can be tuned."""
+    """Load the kernels of the batches and run the shorter ones. `is_whole`: one GPU has the whole model, so that its
+    decode graph can be tuned."""
+    for model in executor.models:
+        model.device.bind()
+        model.kernels.load_compiled()
     if is_whole and batches:
         _tune(executor)
     for batch in batches:
+        if batch.n_tokens > MOST_RUN_TOKENS:
+            continue
         executor.run(batch, CancelFlag())
         if batch.is_decode:  # the first step of a shape is not captured yet
             executor.run(batch, CancelFlag())
@@ -80,6 +89,22 @@ def _tune(executor: Warmed) -> None:
     part = SequencePart([0], position, [0] * (position // PAGE_TOKENS + 1), (Output(0, GREEDY),))
     prepared = executor.prepare(StepBatch((part,), 1, 1))
     prepared.inputs.upload(prepared.shape.n_sequences)
-    token_s = tune_edges(model.device, launcher, lambda: _enqueue_all(model, [prepared.shape]))
+    token_s = _tuned_graph_s(model, launcher, lambda: _enqueue_all(model, [prepared.shape]))
     weight_bytes = weight_bytes_per_token(model.oplist)
     log_breakdown(model.device, model.launches, prepared.shape, token_s, weight_bytes)
+
+
+def _tuned_graph_s(model: DeviceModel, launcher: Launcher, enqueue: Callable[[], None]) -> float:
+    """Seconds of the decode graph, tuned now or as an earlier load has tuned it."""
+    launcher.early_functions = {}
+    enqueue()
+    model.device.synchronize()
+    functions, launcher.early_functions = list(launcher.early_functions), None
+    card = f"{model.device.name} {launcher.driver_version}"
+    file = edges_file(card, model.oplist, functions)
+    known = load_edges(file)
+    if known is not None and set_edges(functions, known):
+        return graph_s(model.device, enqueue)
+    token_s = tune_edges(model.device, launcher, enqueue)
+    store_edges(file, functions)
+    return token_s

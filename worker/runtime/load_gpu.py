@@ -76,6 +76,8 @@ def load_gpu(
     for model in models.values():
         model.upload(readers, progress)
     warm_up(executor, batches, is_whole=len(sections) == 1)
+    for model in models.values():
+        model.log_memory()
     executor.load_s = time.monotonic() - started
     progress("ready", 1, 1)
     return executor
