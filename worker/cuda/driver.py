@@ -17,7 +17,7 @@ from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
 from configs.errors import EngineError, EngineStartError
-from worker.cuda.loader import SOURCES, cubin
+from worker.cuda.loader import cubin
 from worker.cuda.nvrtc import required_nvrtc
 
 Variant = tuple[str, dict[str, int | float | str]]
@@ -132,10 +132,13 @@ def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="nvrtc")
 
 
-def _source_bytes(recorded: tuple[tuple[Any, ...], Variant]) -> int:
-    """What takes longest to compile is mostly what is longest; begun first, it does not end last."""
+# Sources that take longest to compile, slowest first: begun first, they do not end last.
+_SLOW_SOURCES = ("sampler.cu", "attention_decode_long.cu", "elementwise.cu", "attention_prefill.cu", "mma.cu")
+
+
+def _compile_order(recorded: tuple[tuple[Any, ...], Variant]) -> int:
     source, _ = recorded[1]
-    return (SOURCES / source).stat().st_size
+    return _SLOW_SOURCES.index(source) if source in _SLOW_SOURCES else len(_SLOW_SOURCES)
 
 
 class Launcher:
@@ -204,7 +207,7 @@ class Launcher:
             yield
         finally:
             recorded, self._recorded = self._recorded, None
-        for key, (source, defines) in sorted(recorded.items(), key=_source_bytes, reverse=True):
+        for key, (source, defines) in sorted(recorded.items(), key=_compile_order):
             if key not in self._modules and key not in self._codes:
                 self._codes[key] = _compilers().submit(cubin, source, defines, self.architecture)
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 # slots of all readers together stay in the last-level cache.
 PIECE_BYTES = 4 << 20
 SLOTS = 2  # of a reader: one is being copied from while the other is filled
-MOST_READERS = 12  # more readers than this make it no faster
+LEAST_READERS, MOST_READERS = 4, 12  # some for a disk even on one core; more than 12 make it no faster
 RAW_BUFFERS = 6  # some arriving, one being laid out, the rest for readers that are ahead
 
 Progress = Callable[[str, int, int], None]

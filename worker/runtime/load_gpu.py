@@ -17,7 +17,7 @@ from worker.cuda.device import Device
 from worker.cuda.gpu_step import BUCKETS, bucket_for
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.model import DeviceModel, StepLimits
-from worker.cuda.upload import MOST_READERS, Progress
+from worker.cuda.upload import LEAST_READERS, MOST_READERS, Progress
 from worker.model.describe import describe_file
 from worker.model.gguf import ModelFile, open_model
 from worker.ops.batch import PAGE_TOKENS
@@ -72,7 +72,7 @@ def load_gpu(
     executor = loader.executor(models, sections)
     batches = list(usual_batches(executor, min(placement.max_sequences, BUCKETS[-1]))) if warms_up else []
     compile_ahead(executor, batches)  # beside the upload
-    readers = min(MOST_READERS, len(os.sched_getaffinity(0)))
+    readers = min(MOST_READERS, max(LEAST_READERS, len(os.sched_getaffinity(0))))
     for model in models.values():
         model.upload(readers, progress)
     warm_up(executor, batches, is_whole=len(sections) == 1)
