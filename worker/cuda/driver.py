@@ -81,7 +81,9 @@ def current_context() -> int:
 
 class Function:
     """A kernel of a loaded module, with what the compiler gave it. `may_start_early`: False makes it ignore `pdl`.
-    `identity`: the same for the same machine code."""
+    `identity`: the same for the same machine code. `TUNED`: the attributes that tuning sets."""
+
+    TUNED = ("may_start_early",)
 
     def __init__(self, handle: c_void_p, name: str, identity: str = "") -> None:
         self.handle = handle

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from worker.cuda.driver import Launcher
-from worker.cuda.edges import edges_file, load_edges, set_edges, store_edges
 from worker.cuda.gpu_step import BUCKETS
 from worker.cuda.model import DeviceModel
+from worker.cuda.tuned import apply_settings, load_settings, store_settings, tuned_file
 from worker.cuda.tuning import graph_s, log_breakdown, tune_edges
 from worker.cuda.values import StepShape
 from worker.ops.batch import PAGE_TOKENS
@@ -101,10 +101,10 @@ def _tuned_graph_s(model: DeviceModel, launcher: Launcher, enqueue: Callable[[],
     model.device.synchronize()
     functions, launcher.early_functions = list(launcher.early_functions), None
     card = f"{model.device.name} {launcher.driver_version}"
-    file = edges_file(card, model.oplist, functions)
-    known = load_edges(file)
-    if known is not None and set_edges(functions, known):
+    file = tuned_file(card, model.oplist, functions)
+    known = load_settings(file)
+    if known is not None and apply_settings(functions, known):
         return graph_s(model.device, enqueue)
     token_s = tune_edges(model.device, launcher, enqueue)
-    store_edges(file, functions)
+    store_settings(file, functions)
     return token_s
