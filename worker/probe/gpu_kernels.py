@@ -70,9 +70,14 @@ def measure_kernel(
 
 
 def fill(device: CudaDevice, address: int, size_bytes: int) -> None:
-    block = np.full(min(size_bytes, 16 << 20), _FILL, np.uint8)
-    for begin in range(0, size_bytes, block.nbytes):
-        device.copy_in(address + begin, block.ctypes.data, min(block.nbytes, size_bytes - begin))
+    """One block from the host, doubled on the device until all is full."""
+    block = np.full(min(size_bytes, 1 << 20), _FILL, np.uint8)
+    device.copy_in(address, block.ctypes.data, block.nbytes)
+    done = block.nbytes
+    while done < size_bytes:
+        count = min(done, size_bytes - done)
+        device.copy_within(address + done, address, count)
+        done += count
     device.synchronize()
 
 
