@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda.executors import synthetic_model
-from worker.cuda.tuned import apply_settings, load_settings, store_settings, tuned_file
+from worker.cuda.tuned import Settings, apply_settings, load_settings, store_settings, tuned_file
 from worker.model.describe import describe_file
 from worker.model.gguf import open_model
 from worker.ops.lower import lower
@@ -39,11 +39,13 @@ def test_settings_are_found_again(tmp_path: Path) -> None:
     tuned = [Kernel("a 1", False), Kernel("b 2", True)]
     file = tuned_file("card 13000", oplist, tuned)  # type: ignore[arg-type]
     assert load_settings(file) is None
-    store_settings(file, tuned)  # type: ignore[arg-type]
+    store_settings(file, tuned, 1e-3)  # type: ignore[arg-type]
     fresh = [Kernel("a 1"), Kernel("b 2")]
     known = load_settings(tuned_file("card 13000", oplist, fresh))  # type: ignore[arg-type]
     assert known is not None and apply_settings(fresh, known)  # type: ignore[arg-type]
     assert [kernel.may_start_early for kernel in fresh] == [False, True]
+    assert known.is_confirmed_by(1.05e-3) and not known.is_confirmed_by(1.2e-3)
+    assert not known.is_confirmed_by(0.8e-3), "then it was slow for another reason when it was tuned"
 
 
 def test_another_card_driver_kernel_or_model_is_tuned_anew(tmp_path: Path) -> None:
@@ -62,9 +64,10 @@ def test_another_card_driver_kernel_or_model_is_tuned_anew(tmp_path: Path) -> No
 def test_a_broken_or_foreign_file_is_no_answer(tmp_path: Path) -> None:
     file = tuned_file("card", oplist_of(tmp_path, "tiny-dense"), [])
     file.parent.mkdir(parents=True)
-    for text in ("", "[1]", "{"):
+    for text in ("", "[1]", "{", "{}"):
         file.write_text(text)
         assert load_settings(file) is None
     kernel = Kernel("a 1")
-    for settings in ({"b 2": {"may_start_early": False}}, {"a 1": {"another": False}}):
+    for attributes in ({"b 2": {"may_start_early": False}}, {"a 1": {"another": False}}):
+        settings = Settings(1e-3, attributes)  # type: ignore[arg-type]
         assert not apply_settings([kernel], settings) and kernel.may_start_early  # type: ignore[list-item]

@@ -1,24 +1,35 @@
 """What tuning found, kept on disk: how the kernels of a decode graph run best was measured once for a model and a card.
 
 The key covers the card, its driver, the machine code of the kernels and the shapes of the model, so that a change of
-any of them tunes anew. A cache that can not be read or written only costs the time of tuning.
+any of them tunes anew; so does a graph that is not as fast as it was then, because one of the two times was disturbed.
+A cache that can not be read or written only costs the time of tuning.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from configs.paths import cache_folder
 from plans.files import write_atomically
 from worker.cuda.driver import Function
 from worker.ops.oplist import OpList
 
-Settings = dict[str, dict[str, Any]]  # the attributes Function.TUNED, by Function.identity
+_NOISE_RATIO = 1.1  # between two times of the same graph
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """`attributes`: those of Function.TUNED, by Function.identity. `graph_s`: seconds of the graph with them."""
+
+    graph_s: float
+    attributes: dict[str, dict[str, bool | None]]
+
+    def is_confirmed_by(self, graph_s: float) -> bool:
+        return self.graph_s / _NOISE_RATIO < graph_s < self.graph_s * _NOISE_RATIO
 
 
 def tuned_file(card: str, oplist: OpList, functions: Iterable[Function]) -> Path:
@@ -30,24 +41,23 @@ def tuned_file(card: str, oplist: OpList, functions: Iterable[Function]) -> Path
 
 
 def load_settings(file: Path) -> Settings | None:
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(file.read_text())
-        return known if isinstance(known, dict) else None
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(file.read_bytes(), type=Settings)
     return None
 
 
-def store_settings(file: Path, functions: Iterable[Function]) -> None:
-    settings = {f.identity: {name: getattr(f, name) for name in f.TUNED} for f in functions}
+def store_settings(file: Path, functions: Iterable[Function], graph_s: float) -> None:
+    attributes = {f.identity: {name: getattr(f, name) for name in f.TUNED} for f in functions}
     with contextlib.suppress(OSError):
-        write_atomically(file, json.dumps(settings).encode())
+        write_atomically(file, msgspec.json.encode(Settings(graph_s, attributes)))
 
 
 def apply_settings(functions: Iterable[Function], settings: Settings) -> bool:
     """Set what is known; False, and nothing changed, where a kernel or an attribute is not among it."""
-    listed = list(functions)
-    if any(set(settings.get(function.identity, ())) != set(function.TUNED) for function in listed):
+    listed, known = list(functions), settings.attributes
+    if any(set(known.get(function.identity, ())) != set(function.TUNED) for function in listed):
         return False
     for function in listed:
         for name in function.TUNED:
-            setattr(function, name, settings[function.identity][name])
+            setattr(function, name, known[function.identity][name])
     return True

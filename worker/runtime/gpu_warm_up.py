@@ -104,7 +104,9 @@ def _tuned_graph_s(model: DeviceModel, launcher: Launcher, enqueue: Callable[[],
     file = tuned_file(card, model.oplist, functions)
     known = load_settings(file)
     if known is not None and apply_settings(functions, known):
-        return graph_s(model.device, enqueue)
+        seconds = graph_s(model.device, enqueue)
+        if known.is_confirmed_by(seconds):
+            return seconds
     token_s = tune_edges(model.device, launcher, enqueue)
-    store_settings(file, functions)
+    store_settings(file, functions, token_s)
     return token_s
