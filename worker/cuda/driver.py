@@ -17,7 +17,7 @@ from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
 from configs.errors import EngineError, EngineStartError
-from worker.cuda.loader import cubin
+from worker.cuda.loader import cubin, spliced
 from worker.cuda.nvrtc import required_nvrtc
 
 Variant = tuple[str, dict[str, int | float | str]]
@@ -162,6 +162,7 @@ class Launcher:
         self.sm_count, self.shared_bytes = facts["sm_count"], facts["shared_bytes"]
         self.l2_bytes = facts["l2_bytes"]
         self.architecture = required_nvrtc().architecture_for(self.capability)
+        self._texts = functools.cache(spliced)  # the sources as they are when this launcher first needs them
         self._modules: dict[tuple[Any, ...], c_void_p] = {}
         self._digests: dict[tuple[Any, ...], str] = {}  # of the modules' code
         self._functions: dict[tuple[Any, ...], Function] = {}
@@ -211,7 +212,10 @@ class Launcher:
             recorded, self._recorded = self._recorded, None
         for key, (source, defines) in sorted(recorded.items(), key=_compile_order):
             if key not in self._modules and key not in self._codes:
-                self._codes[key] = _compilers().submit(cubin, source, defines, self.architecture)
+                text = self._texts(
+                    source
+                )  # once a source, and not by sixteen threads that share Python's lock
+                self._codes[key] = _compilers().submit(cubin, source, defines, self.architecture, text=text)
 
     def load_compiled(self) -> None:
         """Load what was compiled ahead and is not loaded yet, so that its first launch need not."""
