@@ -212,9 +212,8 @@ class Launcher:
             recorded, self._recorded = self._recorded, None
         for key, (source, defines) in sorted(recorded.items(), key=_compile_order):
             if key not in self._modules and key not in self._codes:
-                text = self._texts(
-                    source
-                )  # once a source, and not by sixteen threads that share Python's lock
+                # spliced here, once a source, and not by threads that share Python's lock with the upload
+                text = self._texts(source)
                 self._codes[key] = _compilers().submit(cubin, source, defines, self.architecture, text=text)
 
     def load_compiled(self) -> None:
