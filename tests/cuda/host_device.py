@@ -87,7 +87,7 @@ class HostDevice:
         return _HostBuffer(size_bytes)
 
     def feed(self, plan: FeedPlan) -> _HostFeed:
-        return _HostFeed(plan)
+        return _HostFeed(self, plan)
 
     def submit(self, name: str, work: Callable[[], None]) -> None:
         if self._recording is not None:
@@ -130,8 +130,9 @@ class HostDevice:
 
 @dataclass
 class _HostFeed:
-    """Reads a part when it is asked for."""
+    """Reads a part when it is asked for, and queues its copy."""
 
+    device: HostDevice
     plan: FeedPlan
 
     def await_part(self, part: int) -> None:
@@ -139,7 +140,7 @@ class _HostFeed:
         stored = os.pread(asked.file, asked.size_bytes, asked.offset_bytes)
         if len(stored) < asked.size_bytes:
             raise OSError("the model file ended early")
-        ctypes.memmove(asked.target, stored, asked.size_bytes)
+        self.device.submit("feed", lambda: void(ctypes.memmove(asked.target, stored, asked.size_bytes)))
 
     def release(self, buffer: int) -> None:
         """The next part overwrites it."""
