@@ -24,7 +24,9 @@ MIB = 1 << 20
 UBATCHES = (512, 1024, 2048, 4096)
 MARGIN_MIB = 512  # of what is free, left to others where no cap is given
 CONTEXT_BYTES = 640 * MIB  # driver, cuBLAS, kernels
+LIBRARIES_BYTES = 112 * MIB  # of it, what comes after the context
 GRAPH_BYTES = 2 * MIB
+UPLOAD_BYTES = 24 * MIB  # raw buffers while weights are uploaded, which lie where keys and values will be
 _PLANAR_FACTOR = 1.02  # rows are padded to 16 bytes
 _MOST_HALVES_BYTES = 256 * MIB  # the largest matrix that is unpacked to f16 for prefill
 _LAUNCHES_PER_LAYER = 10
@@ -36,6 +38,12 @@ def cap_bytes(gpu: GpuRates, limits: Limits) -> int:
     """What a plan may use of a device."""
     free = max(0, gpu.memory_free_bytes - MARGIN_MIB * MIB)
     return free if limits.gpu_memory_mib is None else min(free, limits.gpu_memory_mib * MIB)
+
+
+def usable_bytes(gpu: GpuRates, limits: Limits) -> int:
+    """What placements may fill of it: less where a context of this card takes more than `device_need` counts."""
+    excess_bytes = (gpu.context_bytes or 0) + LIBRARIES_BYTES - CONTEXT_BYTES
+    return cap_bytes(gpu, limits) - max(0, excess_bytes)
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
@@ -73,7 +81,8 @@ def device_need(
         weights_bytes=int(weights),
         kv_bytes=int(kv),
         workspace_bytes=_workspace_bytes(card, units, use, context, max_sequences, ubatch),
-        context_bytes=CONTEXT_BYTES + _n_graphs(context, max_sequences) * GRAPH_BYTES,
+        context_bytes=CONTEXT_BYTES
+        + max(_n_graphs(context, max_sequences) * GRAPH_BYTES, 0 if kv >= UPLOAD_BYTES else UPLOAD_BYTES),
     )
 
 
@@ -208,7 +217,7 @@ def gpu_candidates(
     if not report.gpus or not card.units or engine not in ENGINES:
         return
     usable = report.gpus if engine == "native" else report.gpus[:1]
-    caps = [(gpu.ordinal, cap_bytes(gpu, limits)) for gpu in usable]
+    caps = [(gpu.ordinal, usable_bytes(gpu, limits)) for gpu in usable]
     context, n_layers = workload.context_length_tokens, card.n_layers or 0
     for kv_type, ubatch in product(workload.kv_types, ubatches(workload, limits)):
         uses = fill(card, caps, kv_type, context, workload.concurrency, ubatch)

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-REPORT_VERSION = 2
+REPORT_VERSION = 3
 
 
 class Cpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,7 +82,8 @@ class DiskRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CopyRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kind`: "pinned in", "pinned out", "pageable in", "pinned in beside CPU reads", or "peer N" to GPU N."""
+    """`kind`: "pinned in", "pinned out", "pageable in", "peer N" to GPU N, "pinned in beside CPU reads", or "CPU reads
+    beside pinned in", the rate of those reads meanwhile."""
 
     kind: str
     block_bytes: int
@@ -90,18 +91,21 @@ class CopyRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GpuKernelRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One weight type's matrix kernels, weights beyond the L2 cache. Bytes are those of the file."""
+    """One weight type's matrix kernels at one shape, weights beyond the L2 cache. Bytes are those of the file."""
 
     type: str
     decode_bytes_per_s: float | None
     prefill_macs_per_s: float | None
     reason: str | None = None
+    rows: int = 4096
+    columns: int = 4096
 
 
 class GpuRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one GPU was measured to do. None: not measured, `missing` says why.
 
     `link_generation` and `link_width`: of PCIe under load. Clocks in MHz. `foreign_processes`: others that use it.
+    `context_bytes`: what a process takes of the device before it allocates anything.
     `graph_node_s`: from one empty kernel of a graph to the next. `handover_s`: a kernel asks the CPU and is answered.
     """
 
@@ -112,6 +116,7 @@ class GpuRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n_processors: int
     memory_total_bytes: int
     memory_free_bytes: int
+    context_bytes: int | None = None
     link_generation: int | None = None
     link_width: int | None = None
     clock_mhz: int | None = None
@@ -127,7 +132,9 @@ class GpuRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     missing: tuple[str, ...] = ()
 
     def kernel(self, type_name: str) -> GpuKernelRate | None:
-        return next((rate for rate in self.kernels if rate.type == type_name), None)
+        """The rates of a type at the largest shape that was measured."""
+        rates = [rate for rate in self.kernels if rate.type == type_name]
+        return max(rates, key=lambda rate: rate.rows * rate.columns, default=None)
 
     def copy_bytes_per_s(self, kind: str) -> float | None:
         """The best rate of a kind of copy."""

@@ -148,12 +148,16 @@ def _gpu_lines(gpu: GpuRates) -> list[str]:
     kernels = [
         (
             rate.type,
+            f"{rate.rows} x {rate.columns}",
             rate_text(rate.decode_bytes_per_s),
             number_text(rate.prefill_macs_per_s and rate.prefill_macs_per_s / 1e12),
         )
         for rate in gpu.kernels
     ]
-    lines += [table(("copy", "block", "GB/s"), copies), table(("type", "decode", "prefill TMAC/s"), kernels)]
+    lines += [
+        table(("copy", "block", "GB/s"), copies),
+        table(("type", "shape", "decode", "prefill TMAC/s"), kernels),
+    ]
     return lines + [f"  gpu{gpu.ordinal} not measured: {reason}" for reason in gpu.missing]
 
 

@@ -7,6 +7,7 @@ seam (lowering, inputs, graphs, upload, executor) can be compared with the refer
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from configs.errors import EngineStartError
 from worker.cuda.kv_cache import KvLayerArrays
 from worker.cuda.sampler import SAMPLED
 from worker.cuda.sampling import SamplingBuffers
+from worker.cuda.upload import FeedPlan
 from worker.cuda.values import Rows, RowTable, StepShape
 from worker.model.quants import dequantize
 from worker.model.types import BY_ID
@@ -50,6 +52,7 @@ class HostDevice:
     total_bytes: int = 8 << 30
     name: str = "host stand-in"
     capability: int = 90
+    context_bytes: int | None = None
     stream: int = 1
     log: list[str] = field(default_factory=list)
     graph_launches: int = 0
@@ -64,6 +67,9 @@ class HostDevice:
 
     def free_bytes(self) -> int:
         return self.total_bytes - self.used_bytes()
+
+    def own_bytes(self) -> int | None:
+        return None
 
     def allocate(self, size_bytes: int) -> int:
         if size_bytes > self.free_bytes():
@@ -80,8 +86,8 @@ class HostDevice:
     def host_buffer(self, size_bytes: int) -> _HostBuffer:
         return _HostBuffer(size_bytes)
 
-    def new_stream(self) -> int:
-        return 2
+    def feed(self, plan: FeedPlan) -> _HostFeed:
+        return _HostFeed(self, plan)
 
     def submit(self, name: str, work: Callable[[], None]) -> None:
         if self._recording is not None:
@@ -90,7 +96,7 @@ class HostDevice:
         self.log.append(name)
         work()
 
-    def copy_in(self, target: int, source: int, size_bytes: int, stream: int | None = None) -> None:
+    def copy_in(self, target: int, source: int, size_bytes: int) -> None:
         self.submit("copy_in", lambda: _copy(target, source, size_bytes))
 
     copy_out = copy_within = copy_in
@@ -98,7 +104,7 @@ class HostDevice:
     def fill_zero(self, address: int, size_bytes: int) -> None:
         self.submit("fill_zero", lambda: void(ctypes.memset(address, 0, size_bytes)))
 
-    def synchronize(self, stream: int | None = None) -> None:
+    def synchronize(self) -> None:
         """Work was done when it was queued."""
 
     def mark(self) -> None:
@@ -120,6 +126,27 @@ class HostDevice:
 
     def close(self) -> None:
         assert not self._allocations, "device memory was not given back"
+
+
+@dataclass
+class _HostFeed:
+    """Reads a part when it is asked for, and queues its copy."""
+
+    device: HostDevice
+    plan: FeedPlan
+
+    def await_part(self, part: int) -> None:
+        asked = self.plan.parts[part]
+        stored = os.pread(asked.file, asked.size_bytes, asked.offset_bytes)
+        if len(stored) < asked.size_bytes:
+            raise OSError("the model file ended early")
+        self.device.submit("feed", lambda: void(ctypes.memmove(asked.target, stored, asked.size_bytes)))
+
+    def release(self, buffer: int) -> None:
+        """The next part overwrites it."""
+
+    def end(self) -> None:
+        """Nothing is kept."""
 
 
 def void(_: object) -> None:
@@ -186,6 +213,9 @@ class NumpyKernels:
 
     def compile_ahead(self, enqueue: Callable[[], None]) -> None:
         """Nothing is compiled here."""
+
+    def load_compiled(self) -> None:
+        """As `compile_ahead`."""
 
     def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:
         return 1024

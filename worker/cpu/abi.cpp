@@ -5,6 +5,7 @@
 
 #include "error.h"
 #include "pw_cpu.h"
+#include "pw_feed.h"
 
 namespace pw {
 namespace {
@@ -21,7 +22,8 @@ constexpr NamedSize kSizes[] = {
     {"pw_weight", sizeof(pw_weight)},           {"pw_op", sizeof(pw_op)},
     {"pw_buffer", sizeof(pw_buffer)},           {"pw_batch", sizeof(pw_batch)},
     {"pw_sampler", sizeof(pw_sampler)},         {"pw_sampled", sizeof(pw_sampled)},
-    {"pw_matmul_call", sizeof(pw_matmul_call)},
+    {"pw_matmul_call", sizeof(pw_matmul_call)}, {"pw_driver", sizeof(pw_driver)},
+    {"pw_part", sizeof(pw_part)},               {"pw_feed_plan", sizeof(pw_feed_plan)},
 };
 
 }  // namespace

@@ -20,6 +20,7 @@ from worker.cpu.structs import (
     BatchStruct,
     BufferStruct,
     Code,
+    FeedPlanStruct,
     KvType,
     MatmulCallStruct,
     OpStruct,
@@ -68,6 +69,10 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "pw_read_bandwidth": (c_double, [c_void_p, c_int32, c_void_p, c_size_t]),
     "pw_int8_peak": (c_double, [c_void_p, c_int32]),
     "pw_matmul": (c_int32, [POINTER(MatmulCallStruct)]),
+    "pw_feed_start": (c_void_p, [POINTER(FeedPlanStruct)]),
+    "pw_feed_await": (c_int32, [c_void_p, c_int32]),
+    "pw_feed_release": (c_int32, [c_void_p, c_int32]),
+    "pw_feed_end": (c_int32, [c_void_p]),
     "pw_dequantize_row": (c_int32, [c_int32, c_int32, c_void_p, c_void_p]),
 }
 

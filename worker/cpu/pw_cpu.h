@@ -18,7 +18,15 @@ extern "C" {
 #define PW_PAGE_TOKENS 32 /* tokens in a KV page */
 #define PW_MAX_TOP 20     /* most logprobs per token */
 
-enum { PW_OK = 0, PW_E_ARGUMENT = -1, PW_E_MEMORY = -2, PW_E_CANCELLED = -3, PW_E_UNSUPPORTED = -4 };
+enum {
+  PW_OK = 0,
+  PW_E_ARGUMENT = -1,
+  PW_E_MEMORY = -2,
+  PW_E_CANCELLED = -3,
+  PW_E_UNSUPPORTED = -4,
+  PW_E_FILE = -5,  /* reading failed, or the file has changed */
+  PW_E_DEVICE = -6 /* the CUDA driver refused */
+};
 
 /* ---- library ---- */
 int32_t pw_abi_version(void);

@@ -1,4 +1,4 @@
-"""ctypes mirrors of the structs and enums in pw_cpu.h, field by field in the same order.
+"""ctypes mirrors of the structs and enums in pw_cpu.h and pw_feed.h, field by field in the same order.
 
 `library.py` compares every size with the compiled library before anything is called.
 """
@@ -22,6 +22,8 @@ class Code(IntEnum):
     MEMORY = -2
     CANCELLED = -3
     UNSUPPORTED = -4
+    FILE = -5
+    DEVICE = -6
 
 
 class KvType(IntEnum):
@@ -144,6 +146,55 @@ class MatmulCallStruct(ctypes.Structure):
     ]
 
 
+class DriverStruct(ctypes.Structure):
+    """`pw_driver`: functions of the CUDA driver, by address."""
+
+    _fields_ = [
+        ("set_context", c_void_p),
+        ("register_memory", c_void_p),
+        ("unregister_memory", c_void_p),
+        ("create_stream", c_void_p),
+        ("destroy_stream", c_void_p),
+        ("synchronize_stream", c_void_p),
+        ("create_event", c_void_p),
+        ("destroy_event", c_void_p),
+        ("record_event", c_void_p),
+        ("synchronize_event", c_void_p),
+        ("wait_event", c_void_p),
+        ("copy_in", c_void_p),
+    ]
+
+
+class PartStruct(ctypes.Structure):
+    """`pw_part`: bytes of a file on their way to a device."""
+
+    _fields_ = [
+        ("offset_bytes", c_int64),
+        ("size_bytes", c_int64),
+        ("target", c_uint64),
+        ("file", c_int32),
+        ("buffer", c_int32),
+        ("n_released", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class FeedPlanStruct(ctypes.Structure):
+    """`pw_feed_plan`: everything that a feed needs to know."""
+
+    _fields_ = [
+        ("driver", POINTER(DriverStruct)),
+        ("context", c_void_p),
+        ("stream", c_void_p),
+        ("parts", POINTER(PartStruct)),
+        ("piece_bytes", c_int64),
+        ("n_parts", c_int32),
+        ("n_buffers", c_int32),
+        ("n_readers", c_int32),
+        ("n_slots", c_int32),
+    ]
+
+
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "pw_weight": WeightStruct,
     "pw_op": OpStruct,
@@ -152,4 +203,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "pw_sampled": SampledStruct,
     "pw_batch": BatchStruct,
     "pw_matmul_call": MatmulCallStruct,
+    "pw_driver": DriverStruct,
+    "pw_part": PartStruct,
+    "pw_feed_plan": FeedPlanStruct,
 }

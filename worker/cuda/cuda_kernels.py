@@ -75,6 +75,10 @@ class CudaKernels(KernelSet):
             with self.launcher.only_recording():
                 enqueue()
 
+    def load_compiled(self) -> None:
+        if isinstance(self.launcher, Launcher):
+            self.launcher.load_compiled()
+
     def _scratch_parts(self, oplist: OpList, max_tokens: int, max_outputs: int) -> tuple[int, int, int]:
         """Bytes for decode attention, the router and matrices; each keeps its own, because some counters persist."""
         rows = min(max_tokens, max_outputs)

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.errors import EngineStartError
+from worker.cuda import nvml
+
+if TYPE_CHECKING:
+    from worker.cuda.upload import Feed, FeedPlan
 
 ALIGNMENT_BYTES = 256
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
@@ -35,15 +39,20 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """One GPU and its one compute stream. Copies and launches are queued there unless a stream is named."""
+    """One GPU and its one compute stream, where copies and launches are queued."""
 
     ordinal: int
     name: str
     capability: int  # 75, 80, 90, ...
     total_bytes: int
+    context_bytes: int | None  # what making the context took; None where it is not known
     stream: int  # address of the compute stream
 
     def free_bytes(self) -> int: ...
+
+    def own_bytes(self) -> int | None:
+        """What this process takes of the device by now, all in all; None where it is not known."""
+        ...
 
     def allocate(self, size_bytes: int) -> int:
         """Address of uninitialised memory. Raises EngineStartError when the device has no room."""
@@ -53,9 +62,11 @@ class Device(Protocol):
 
     def host_buffer(self, size_bytes: int) -> HostBuffer: ...
 
-    def new_stream(self) -> int: ...
+    def feed(self, plan: FeedPlan) -> Feed:
+        """Start to read files into this device's memory."""
+        ...
 
-    def copy_in(self, target: int, source: int, size_bytes: int, stream: int | None = None) -> None: ...
+    def copy_in(self, target: int, source: int, size_bytes: int) -> None: ...
 
     def copy_out(self, target: int, source: int, size_bytes: int) -> None: ...
 
@@ -63,8 +74,8 @@ class Device(Protocol):
 
     def fill_zero(self, address: int, size_bytes: int) -> None: ...
 
-    def synchronize(self, stream: int | None = None) -> None:
-        """Wait for a stream, the compute stream where none is named."""
+    def synchronize(self) -> None:
+        """Wait for all that is queued."""
         ...
 
     def mark(self) -> Any:
@@ -106,9 +117,12 @@ def _first_line(error: BaseException) -> str:
 
 
 class CudaDevice:
-    """A Device through CuPy's runtime calls: plain cudaMalloc, no pool, so that every byte is accounted for."""
+    """A Device through CuPy's runtime calls: plain cudaMalloc, no pool, so that every byte is accounted for.
 
-    def __init__(self, ordinal: int) -> None:
+    `make_feed` makes the feeds of the device that is current; without it nothing can be fed from files.
+    """
+
+    def __init__(self, ordinal: int, make_feed: Callable[[FeedPlan], Feed] | None = None) -> None:
         if (reason := gpu_absence()) is not None:
             raise EngineStartError(f"gpu{ordinal} can not be used: {reason}")
         import cupy
@@ -117,6 +131,8 @@ class CudaDevice:
         count = self._runtime.getDeviceCount()
         if ordinal >= count:
             raise EngineStartError(f"the plan uses gpu{ordinal}, this machine has {count} CUDA devices")
+        self._bus_id: str = self._runtime.deviceGetPCIBusId(ordinal)
+        self._before_bytes = nvml.used_bytes(self._bus_id)
         self._device = cupy.cuda.Device(ordinal)
         self._device.use()
         properties = self._runtime.getDeviceProperties(ordinal)
@@ -124,15 +140,25 @@ class CudaDevice:
         self.name: str = properties["name"].decode()
         self.capability = int(properties["major"]) * 10 + int(properties["minor"])
         self.n_processors = int(properties["multiProcessorCount"])
-        self._before_context_bytes, self.total_bytes = self._runtime.memGetInfo()
-        self._streams = [cupy.cuda.Stream(non_blocking=True)]
-        self.stream: int = self._streams[0].ptr
+        self.total_bytes = int(self._runtime.memGetInfo()[1])
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream: int = self._stream.ptr
+        self._make_feed = make_feed
+        self.context_bytes = self.own_bytes()
 
     def bind(self) -> None:
         self._device.use()
 
     def free_bytes(self) -> int:
         return int(self._runtime.memGetInfo()[0])
+
+    def own_bytes(self) -> int | None:
+        """What is taken now above what was taken before this object; None where it is not known. Other processes that
+        took or gave back memory meanwhile are counted too."""
+        now_bytes = nvml.used_bytes(self._bus_id)
+        if now_bytes is None or self._before_bytes is None:
+            return None
+        return max(0, now_bytes - self._before_bytes)
 
     def allocate(self, size_bytes: int) -> int:
         try:
@@ -150,12 +176,16 @@ class CudaDevice:
     def host_buffer(self, size_bytes: int) -> HostBuffer:
         return _PinnedBuffer(self._runtime, size_bytes)
 
-    def new_stream(self) -> int:
-        self._streams.append(self._cupy.cuda.Stream(non_blocking=True))
-        return int(self._streams[-1].ptr)
+    def feed(self, plan: FeedPlan) -> Feed:
+        if self._make_feed is None:
+            raise EngineStartError(
+                f"gpu{self.ordinal} was opened for measuring: it can not be fed from files"
+            )
+        self.bind()
+        return self._make_feed(plan)
 
-    def copy_in(self, target: int, source: int, size_bytes: int, stream: int | None = None) -> None:
-        self._runtime.memcpyAsync(target, source, size_bytes, _TO_DEVICE, stream or self.stream)
+    def copy_in(self, target: int, source: int, size_bytes: int) -> None:
+        self._runtime.memcpyAsync(target, source, size_bytes, _TO_DEVICE, self.stream)
 
     def copy_out(self, target: int, source: int, size_bytes: int) -> None:
         self._runtime.memcpyAsync(target, source, size_bytes, _TO_HOST, self.stream)
@@ -166,19 +196,19 @@ class CudaDevice:
     def fill_zero(self, address: int, size_bytes: int) -> None:
         self._runtime.memsetAsync(address, 0, size_bytes, self.stream)
 
-    def synchronize(self, stream: int | None = None) -> None:
-        self._runtime.streamSynchronize(stream or self.stream)
+    def synchronize(self) -> None:
+        self._runtime.streamSynchronize(self.stream)
 
     def mark(self) -> Any:
         event = self._cupy.cuda.Event(block=False, disable_timing=True)
-        event.record(self._streams[0])
+        event.record(self._stream)
         return event
 
     def await_mark(self, mark: Any) -> None:
         mark.synchronize()
 
     def capture(self, enqueue: Callable[[], None]) -> Graph:
-        stream = self._streams[0]
+        stream = self._stream
         stream.begin_capture()
         try:
             enqueue()
@@ -197,7 +227,7 @@ class CudaDevice:
             return
 
     def close(self) -> None:
-        self._streams.clear()
+        del self._stream
 
 
 class _CudaGraph:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
 from configs.errors import EngineError, EngineStartError
-from worker.cuda.loader import cubin
+from worker.cuda.loader import cubin, spliced
 from worker.cuda.nvrtc import required_nvrtc
 
 Variant = tuple[str, dict[str, int | float | str]]
@@ -63,12 +64,31 @@ def check(status: int, what: str, library: ctypes.CDLL | None = None) -> None:
         raise EngineError(f"{what}: {(words.value or b'?').decode()} (CUDA error {status})")
 
 
-class Function:
-    """A kernel of a loaded module, with what the compiler gave it. `may_start_early`: False makes it ignore `pdl`."""
+def function_address(name: str) -> int:
+    """Of a function of the driver, for native code. Raises EngineStartError where the driver lacks it."""
+    try:
+        return ctypes.cast(getattr(_library(), name), c_void_p).value or 0
+    except AttributeError:
+        raise EngineStartError(f"this CUDA driver has no {name}: it is too old") from None
 
-    def __init__(self, handle: c_void_p, name: str) -> None:
+
+def current_context() -> int:
+    """The context that is current in this thread."""
+    context = c_void_p()
+    check(_library().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    return context.value or 0
+
+
+class Function:
+    """A kernel of a loaded module, with what the compiler gave it. `may_start_early`: False makes it ignore `pdl`.
+    `identity`: the same for the same machine code. `TUNED`: the attributes that tuning sets."""
+
+    TUNED = ("may_start_early",)
+
+    def __init__(self, handle: c_void_p, name: str, identity: str = "") -> None:
         self.handle = handle
         self.name = name
+        self.identity = identity
         self.may_start_early = True
         self.registers = self._attribute(_REGISTERS)
         self.local_bytes = self._attribute(_LOCAL_BYTES)
@@ -109,6 +129,20 @@ class _NoFunction(Function):
 _NOTHING = _NoFunction()
 
 
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="nvrtc")
+
+
+# Sources that take longest to compile, slowest first: begun first, they do not end last.
+_SLOW_SOURCES = ("sampler.cu", "attention_decode_long.cu", "elementwise.cu", "attention_prefill.cu", "mma.cu")
+
+
+def _compile_order(recorded: tuple[tuple[Any, ...], Variant]) -> int:
+    source, _ = recorded[1]
+    return _SLOW_SOURCES.index(source) if source in _SLOW_SOURCES else len(_SLOW_SOURCES)
+
+
 class Launcher:
     """Enqueues kernels of this folder on one stream of one device whose context is current in this thread.
 
@@ -122,13 +156,15 @@ class Launcher:
         # those launched with `pdl`, where a dict is set
         self.early_functions: dict[Function, None] | None = None
         self._recorded: dict[tuple[Any, ...], Variant] | None = None
-        self._codes: dict[tuple[Any, ...], bytes] = {}
+        self._codes: dict[tuple[Any, ...], Future[bytes]] = {}  # being compiled, or not loaded yet
         facts = {name: self._device_fact(number) for name, number in _DEVICE_ATTRIBUTES.items()}
         self.capability = facts["major"] * 10 + facts["minor"]
         self.sm_count, self.shared_bytes = facts["sm_count"], facts["shared_bytes"]
         self.l2_bytes = facts["l2_bytes"]
         self.architecture = required_nvrtc().architecture_for(self.capability)
+        self._texts = functools.cache(spliced)  # the sources as they are when this launcher first needs them
         self._modules: dict[tuple[Any, ...], c_void_p] = {}
+        self._digests: dict[tuple[Any, ...], str] = {}  # of the modules' code
         self._functions: dict[tuple[Any, ...], Function] = {}
 
     @property
@@ -157,34 +193,51 @@ class Launcher:
                 ctypes.byref(handle), self._module(variant, source, defines or {}), name.encode()
             )
             check(status, f"{source}: kernel {name}")
-            self._functions[key] = Function(handle, name)
+            self._functions[key] = Function(handle, name, f"{name} {self._digests[variant]}")
         return self._functions[key]
+
+    @property
+    def is_recording(self) -> bool:
+        return self._recorded is not None
 
     @contextlib.contextmanager
     def only_recording(self) -> Iterator[None]:
-        """Launches inside of the block are not made; the kernels they need are compiled at its end, side by side."""
+        """Launches inside of the block are not made. At its end the kernels they need begin to be compiled, side by
+        side with each other and with what the caller does next; their first use waits for them.
+        """
         self._recorded = {}
         try:
             yield
         finally:
             recorded, self._recorded = self._recorded, None
-        missing = {key: variant for key, variant in recorded.items() if key not in self._modules}
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="nvrtc") as pool:
-            codes = pool.map(self._compiled, missing.values())
-            self._codes.update(zip(missing, codes, strict=True))
+        for key, (source, defines) in sorted(recorded.items(), key=_compile_order):
+            if key not in self._modules and key not in self._codes:
+                # spliced here, once a source, and not by threads that share Python's lock with the upload
+                text = self._texts(source)
+                self._codes[key] = _compilers().submit(cubin, source, defines, self.architecture, text=text)
 
-    def _compiled(self, variant: Variant) -> bytes:
-        source, defines = variant
-        return cubin(source, defines, self.architecture)
+    def load_compiled(self) -> None:
+        """Load what was compiled ahead and is not loaded yet, so that its first launch need not."""
+        for variant in list(self._codes):
+            source, *defines = variant
+            self._module(variant, source, dict(defines))
+
+    @functools.cached_property
+    def driver_version(self) -> int:
+        version = c_int()
+        check(_library().cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
+        return version.value
 
     def _module(
         self, variant: tuple[Any, ...], source: str, defines: Mapping[str, int | float | str]
     ) -> c_void_p:
         if variant not in self._modules:
             module = c_void_p()
-            code = self._codes.pop(variant, None) or cubin(source, defines, self.architecture)
+            begun = self._codes.pop(variant, None)
+            code = begun.result() if begun else cubin(source, defines, self.architecture)
             check(_library().cuModuleLoadData(ctypes.byref(module), code), f"load {variant}")
             self._modules[variant] = module
+            self._digests[variant] = hashlib.sha256(code).hexdigest()[:16]
         return self._modules[variant]
 
     def launch(
@@ -202,7 +255,7 @@ class Launcher:
         `pdl` lets it start while the kernel before it still runs: only for kernels that wait for the dependency
         themselves; ignored where the card can not. `cluster` blocks along x form a cluster.
         """
-        if self._recorded is not None:
+        if self.is_recording:
             return
         function.allow_shared(shared_bytes)
         values = [ctypes.c_uint64(a) if isinstance(a, int) else a for a in args]

@@ -32,7 +32,11 @@ class KernelSet(Protocol):
         ...
 
     def compile_ahead(self, enqueue: Callable[[], None]) -> None:
-        """Compile what `enqueue` would launch, side by side and without launching it."""
+        """Begin to compile what `enqueue` would launch, without launching it."""
+        ...
+
+    def load_compiled(self) -> None:
+        """Wait for what was compiled ahead and load it."""
         ...
 
     def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:

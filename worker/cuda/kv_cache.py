@@ -48,23 +48,31 @@ def cache_bytes(layers: tuple[KvLayer, ...], kv_type: str, n_pages: int) -> int:
 
 
 class DeviceKvCache:
-    """`layers[i]` are the arrays of KV layer i; page `scratch_page` belongs to nobody."""
+    """`layers[i]` are the arrays of KV layer i, all in one allocation; page `scratch_page` belongs to nobody."""
 
     def __init__(self, memory: DeviceMemory, layers: tuple[KvLayer, ...], kv_type: str, n_pages: int) -> None:
         self._device = memory.device
         self.n_pages, self.scratch_page = n_pages, n_pages
-        self.layers = tuple(self._allocate(memory, layer, kv_type == "q8_0") for layer in layers)
+        self.size_bytes = cache_bytes(layers, kv_type, n_pages)
+        self.address = memory.take("kv", self.size_bytes)
+        end, arrays = self.address, []
+        for layer in layers:
+            arrays.append(self._placed(end, layer, kv_type == "q8_0"))
+            end += cache_bytes((layer,), kv_type, n_pages)
+        self.layers = tuple(arrays)
 
-    def _allocate(self, memory: DeviceMemory, layer: KvLayer, is_q8: bool) -> KvLayerArrays:
-        """Zeroed: attention multiplies what was never written with a weight of 0, which NaN would survive."""
+    def _placed(self, begin: int, layer: KvLayer, is_q8: bool) -> KvLayerArrays:
         one_page = layer.n_kv_heads * PAGE_TOKENS * layer.head_dim
         values = one_page * (self.n_pages + 1)
-        size_bytes = values if is_q8 else 2 * values
-        keys, stored_values = (memory.take("kv", size_bytes, zeroed=True) for _ in range(2))
-        scales = [0, 0]
-        if is_q8:
-            scales = [memory.take("kv", 2 * values // GROUP, zeroed=True) for _ in range(2)]
-        return KvLayerArrays(keys, stored_values, scales[0], scales[1], is_q8, one_page)
+        array_bytes = aligned(values if is_q8 else 2 * values)
+        scale_bytes = aligned(2 * values // GROUP)
+        scales = begin + 2 * array_bytes
+        places = (scales, scales + scale_bytes) if is_q8 else (0, 0)
+        return KvLayerArrays(begin, begin + array_bytes, *places, is_q8, one_page)
+
+    def clear(self) -> None:
+        """Queue zeroing: attention multiplies what was never written with a weight of 0, which NaN would survive."""
+        self._device.fill_zero(self.address, self.size_bytes)
 
     def copy_page(self, source: int, destination: int) -> None:
         """Queue the copy of a page, all layers."""

@@ -53,13 +53,15 @@ def cubin(
     architecture: int,
     nvrtc: Nvrtc | None = None,
     extra_options: tuple[str, ...] = (),
+    text: str | None = None,
 ) -> bytes:
     """Machine code of one variant for `architecture` (10 * major + minor), from the cache where it is there.
 
-    `extra_options` are the compiler's own, for tests. Raises CompileError with file, variant and the compiler's words.
+    `extra_options` are the compiler's own, for tests; `text` is the source, spliced, where the caller has it. Raises
+    CompileError with file, variant and the compiler's words.
     """
     nvrtc = nvrtc or required_nvrtc()
-    text, options = spliced(source), (*options_for(defines, architecture), *extra_options)
+    text, options = text or spliced(source), (*options_for(defines, architecture), *extra_options)
     key = hashlib.sha256("\0".join((text, *options, repr(nvrtc.version))).encode()).hexdigest()
     path = cache_folder() / "cubin" / f"{source.removesuffix('.cu')}-{key[:32]}.cubin"
     with contextlib.suppress(OSError):

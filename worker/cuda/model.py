@@ -1,13 +1,15 @@
-"""A model's part on one device, loaded and ready: weights, cache, buffers, launches, and what they take.
+"""A model's part on one device: weights, cache, buffers, launches, and what they take.
 
-`predict` states the need before anything is allocated; `DeviceModel` allocates it and compares.
+`predict` states the need before anything is allocated; `DeviceModel` allocates it and compares. Its weights come last
+(`upload`), so that kernels can be compiled meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from worker.cuda.device import Device
@@ -15,12 +17,20 @@ from worker.cuda.gpu_step import BUCKETS, n_context_classes
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.kv_cache import DeviceKvCache, cache_bytes
 from worker.cuda.lowering import Launch, Lowering, allocate_buffers, buffer_bytes
-from worker.cuda.memory import GRAPH_BYTES, MIB, DeviceMemory, DeviceNeed, aligned, check_fits
+from worker.cuda.memory import (
+    GRAPH_BYTES,
+    MIB,
+    DeviceMemory,
+    DeviceNeed,
+    aligned,
+    check_fits,
+    context_need_bytes,
+)
 from worker.cuda.sampling import SamplingBuffers, SamplingLimits
 from worker.cuda.step_inputs import InputLimits, StepInputs
 from worker.cuda.upload import Progress
 from worker.cuda.values import Rows
-from worker.cuda.weights import load_weights, plan_weights
+from worker.cuda.weights import PlacedWeights, part_bytes_for, plan_weights, upload_bytes
 from worker.model.gguf import ModelFile
 from worker.ops.oplist import OpKind, OpList
 
@@ -60,23 +70,35 @@ def samples(oplist: OpList) -> bool:
     return any(op.kind == OpKind.SAMPLE for op in oplist.ops)
 
 
-def predict(oplist: OpList, kernels: KernelSet, limits: StepLimits, kv_type: str, n_pages: int) -> DeviceNeed:
+def predict(
+    oplist: OpList,
+    kernels: KernelSet,
+    limits: StepLimits,
+    kv_type: str,
+    n_pages: int,
+    context_bytes: int | None = None,
+) -> DeviceNeed:
     """Bytes by purpose, before anything is allocated. Raises EngineStartError for a type without kernels."""
     workspace = buffer_bytes(oplist, limits.max_tokens, limits.max_outputs)
     workspace += aligned(kernels.scratch_bytes(oplist, limits.max_tokens, limits.max_outputs))
     workspace += limits.prefill_inputs.total_bytes + limits.decode_inputs.total_bytes
     if samples(oplist):
         workspace += limits.sampling(oplist.n_vocab).total_bytes
+    weights = plan_weights(oplist, kernels)
+    kv = cache_bytes(oplist.kv_layers, kv_type, n_pages)
+    raw = upload_bytes(oplist, weights, part_bytes_for(kv))
     return DeviceNeed(
-        weights=aligned(plan_weights(oplist, kernels).total_bytes),
-        kv=cache_bytes(oplist.kv_layers, kv_type, n_pages),
+        weights=aligned(weights.total_bytes),
+        kv=kv,
         workspace=workspace,
         graphs=limits.n_graphs * GRAPH_BYTES,
+        upload=raw if raw > kv else 0,  # else it goes where keys and values will be
+        context=context_need_bytes(context_bytes),
     )
 
 
 class DeviceModel:
-    """Everything of one device. `sampling` is None where another device or the CPU has the head."""
+    """Everything of one device; `upload` makes it ready. `sampling` is None where the head is elsewhere."""
 
     def __init__(
         self,
@@ -88,18 +110,15 @@ class DeviceModel:
         kv_type: str,
         n_pages: int,
         cap_bytes: int | None,
-        readers: int,
-        progress: Progress,
     ) -> None:
         self.device, self.oplist, self.limits = device, oplist, limits
         self.kernels = make_kernels(device)
-        self.need = predict(oplist, self.kernels, limits, kv_type, n_pages)
+        self.need = predict(oplist, self.kernels, limits, kv_type, n_pages, device.context_bytes)
         check_fits(self.need, cap_bytes, device)
-        free_before = device.free_bytes()
         self.memory = DeviceMemory(device, cap_bytes)
-        started = time.monotonic()
-        weights = load_weights(file, oplist, self.kernels, self.memory, readers, progress)
-        self.upload_s = time.monotonic() - started
+        part_bytes = part_bytes_for(self.need.kv)
+        self._weights = PlacedWeights(file, oplist, self.kernels, self.memory, part_bytes)
+        self.upload_s = 0.0
         self.cache = DeviceKvCache(self.memory, oplist.kv_layers, kv_type, n_pages)
         self.buffers = allocate_buffers(oplist, self.memory, limits.max_tokens, limits.max_outputs)
         self.decode_inputs = StepInputs(self.memory, limits.decode_inputs)
@@ -111,21 +130,39 @@ class DeviceModel:
         scratch = self.memory.take("workspace", scratch_bytes, zeroed=True)
         self.kernels.prepare(oplist, limits.max_tokens, limits.max_outputs, scratch, self.sampling)
         self.launches: tuple[Launch, ...] = Lowering(
-            oplist, self.kernels, self.buffers, weights, self.cache
+            oplist, self.kernels, self.buffers, self._weights.handles, self.cache
         ).launches()
-        device.synchronize()
-        self._log_memory(free_before)
+
+    def upload(self, readers: int, progress: Progress) -> None:
+        """Bring the weights to the device. Raises OSError when the file changes meanwhile."""
+        started = time.monotonic()
+        self.device.bind()
+        with self._raw_buffers() as raw_address:
+            self._weights.upload(raw_address, readers, progress)
+        self.upload_s = time.monotonic() - started
+        self.cache.clear()
 
     def buffer(self, name: str) -> Rows:
         return self.buffers[self.oplist.buffer_index(name)]
 
-    def _log_memory(self, free_before: int) -> None:
-        used = free_before - self.device.free_bytes()
-        predicted = self.need.weights + self.need.kv + self.need.workspace
-        logger.info(
-            "gpu%d (%s): predicted %.0f MiB of weights, cache and workspace, took %.0f MiB; uploaded in %.2f s",
-            *(self.device.ordinal, self.device.name, predicted / MIB, used / MIB, self.upload_s),
-        )
+    @contextlib.contextmanager
+    def _raw_buffers(self) -> Iterator[int]:
+        """Room for the upload: that of the cache, which is empty yet, unless it is too small."""
+        if not self.need.upload:
+            yield self.cache.address
+            return
+        with self.memory.borrow("upload", self.need.upload) as address:
+            yield address
+
+    def log_memory(self) -> None:
+        """Compare what was predicted with what is taken now, after all kernels are there."""
+        own_bytes = self.device.own_bytes()
+        if own_bytes is None:
+            return
+        level = logging.WARNING if own_bytes > self.need.total else logging.INFO
+        words = "gpu%d (%s): predicted %.0f MiB, %.0f MiB are in use by now (with what others took since the start)"
+        sizes = (self.need.total / MIB, own_bytes / MIB)
+        logger.log(level, words, self.device.ordinal, self.device.name, *sizes)
 
     def memory_bytes(self) -> dict[str, int]:
         return dict(self.memory.taken)

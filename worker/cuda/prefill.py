@@ -131,16 +131,17 @@ def multiply_with_blas(
     else:
         weights_to_halves(launcher, matrix, matrix_halves)
     assert not (epilogue.accumulate and epilogue.softcap), "a capped product can not be accumulated"
-    blas.matrix_product(
-        weights,
-        stride,
-        halves,
-        part.output,
-        part.output_stride,
-        (n_tokens, matrix.rows, matrix.cols),
-        epilogue.scale or 1.0,
-        epilogue.accumulate,
-    )
+    if not launcher.is_recording:
+        blas.matrix_product(
+            weights,
+            stride,
+            halves,
+            part.output,
+            part.output_stride,
+            (n_tokens, matrix.rows, matrix.cols),
+            epilogue.scale or 1.0,
+            epilogue.accumulate,
+        )
     if part.bias or epilogue.softcap:
         function = launcher.function("halves.cu", "add_bias")
         args = (

@@ -1,7 +1,7 @@
 """Every kernel variant that is compiled without a GPU in the tests: (source, definitions).
 
 Shapes are compile-time constants of many kernels; here each type and each branch stands once, with small shapes.
-A family of kernels adds its variants with a function of its own module listed in `_FAMILIES`.
+A family of kernels adds its variants with a function of its own module listed in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 Variant = tuple[str, dict[str, int | float | str]]
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 120)
-
 
 _FLOATS, _QUANTISED = (0, 1, 30), (2, 3, 6, 7, 8, 10, 11, 12, 13, 14)  # ggml type ids
 
@@ -57,13 +56,14 @@ def _element_variants() -> Iterator[Variant]:
 
 
 def _attention_variants() -> Iterator[Variant]:
+    """Decode attention as it runs, fused with rope, for every shape; alone, as tests and benchmarks use it, for one."""
     for cluster in (2, 4, 8):
         yield "attention_decode.cu", {"FUSED": 1, "WARPS": 8, "CLUSTER": cluster}
     for head_dim in (64, 80, 96, 128, 256):
         for is_q8 in (0, 1) if head_dim % 32 == 0 else (0,):
             cache: dict[str, int | float | str] = {"HEAD_DIM": head_dim, "KV_Q8": is_q8}
             yield "rope.cu", cache
-            for fused in (0, 1):
+            for fused in (0, 1) if head_dim == 64 else (1,):
                 cut = {**cache, "FUSED": fused}
                 yield "attention_decode.cu", {**cut, "HEADS": 2 - is_q8, "WARPS": 8, "CLUSTER": fused}
                 yield "attention_decode_long.cu", {**cut, "HEADS": 8, "WARPS": 4, "STAGES": 2 - is_q8}
@@ -85,15 +85,15 @@ def _prefill_variants() -> Iterator[Variant]:
     yield "mma.cu", {**shape, "TYPE_0": 14, "TYPE_1": 14, "TOKEN_TILE": 64, "BUFFERS": 2, "GLU": 0}
 
 
-_FAMILIES: tuple[Callable[[], Iterator[Variant]], ...] = (
-    _repack_variants,
-    _gemv_variants,
-    _moe_variants,
-    _element_variants,
-    _attention_variants,
-    _prefill_variants,
-)
+FAMILIES: dict[str, Callable[[], Iterator[Variant]]] = {
+    "repack": _repack_variants,
+    "gemv": _gemv_variants,
+    "moe": _moe_variants,
+    "elements": _element_variants,
+    "attention": _attention_variants,
+    "prefill": _prefill_variants,
+}
 
 
 def all_variants() -> list[Variant]:
-    return [variant for family in _FAMILIES for variant in family()]
+    return [variant for family in FAMILIES.values() for variant in family()]

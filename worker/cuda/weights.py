@@ -15,14 +15,14 @@ from plans.units import TensorRef
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.lowering import DeviceWeights
 from worker.cuda.memory import DeviceMemory, aligned
-from worker.cuda.upload import RAW_BUFFERS, Part, Progress, Uploader, raw_buffer_bytes
+from worker.cuda.upload import RAW_BUFFERS, Part, Progress, upload
 from worker.cuda.values import RowTable
 from worker.model.gguf import ModelFile
 from worker.model.quants import dequantize
 from worker.model.types import BY_NAME
 from worker.ops.oplist import OpKind, OpList, Weight
 
-PART_BYTES = 32 << 20  # of the file; what is laid out at once
+LARGEST_PART_BYTES, SMALLEST_PART_BYTES = 32 << 20, 4 << 20  # of the file; what is laid out at once
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,27 @@ def plan_weights(oplist: OpList, kernels: KernelSet) -> WeightPlan:
     return WeightPlan(plan.matrices, plan.tables, plan.vectors, end)
 
 
+def part_bytes_for(kv_bytes: int) -> int:
+    """Parts whose raw buffers fit where keys and values will be, if those are not very few."""
+    return min(LARGEST_PART_BYTES, max(SMALLEST_PART_BYTES, kv_bytes // RAW_BUFFERS))
+
+
+def upload_bytes(oplist: OpList, plan: WeightPlan, part_bytes: int) -> int:
+    """Raw buffers that the upload of a plan wants for its time."""
+    tensors = [_tensor(oplist, index) for index in plan.matrices]
+    largest = max((_part_rows(t, part_bytes) * _file_row_bytes(t) for t in tensors), default=0)
+    return RAW_BUFFERS * aligned(largest)
+
+
+def _file_row_bytes(tensor: TensorRef) -> int:
+    return tensor.bytes // (tensor.rows * tensor.experts)
+
+
+def _part_rows(tensor: TensorRef, part_bytes: int) -> int:
+    """Rows that are laid out at once."""
+    return min(tensor.rows * tensor.experts, max(1, part_bytes // _file_row_bytes(tensor)))
+
+
 def is_vector(weight: Weight) -> bool:
     return weight.tensor is None or len(weight.tensor.shape) == 1
 
@@ -66,28 +87,33 @@ def _matrix_bytes(tensor: TensorRef, kernels: KernelSet) -> int:
     return tensor.experts * tensor.rows * row_bytes
 
 
-def load_weights(
-    file: ModelFile,
-    oplist: OpList,
-    kernels: KernelSet,
-    memory: DeviceMemory,
-    readers: int,
-    progress: Progress,
-) -> DeviceWeights:
-    """Everything on the device. Raises OSError when the file changes meanwhile, EngineStartError without room."""
-    plan = plan_weights(oplist, kernels)
-    base = memory.take("weights", plan.total_bytes)
-    parts: list[Part] = []
-    for index, offset in sorted(plan.matrices.items(), key=lambda item: item[1]):
-        parts += _matrix_parts(_tensor(oplist, index), kernels, base + offset)
-    for index, offset in plan.tables.items():
-        tensor = _tensor(oplist, index)
-        parts.append(Part(tensor.file_index, tensor.offset_bytes, tensor.bytes, base + offset))
-    kernels.compile_ahead(lambda: _lay_out_all(parts, base))
-    _upload_vectors(file, oplist, plan, base, memory)
-    with memory.borrow("upload", RAW_BUFFERS * raw_buffer_bytes(parts)) as raw:
-        Uploader(memory.device, [str(path) for path in file.paths], parts, raw).run(readers, progress)
-    return _handles(oplist, kernels, plan, base)
+class PlacedWeights:
+    """Weights that have their places on the device; `upload` brings them there.
+
+    Raises EngineStartError where there is no room. `handles` may be used before, for whatever does not run before.
+    """
+
+    def __init__(
+        self, file: ModelFile, oplist: OpList, kernels: KernelSet, memory: DeviceMemory, part_bytes: int
+    ) -> None:
+        self._file, self._oplist, self._memory = file, oplist, memory
+        self._plan = plan = plan_weights(oplist, kernels)
+        self._base = base = memory.take("weights", plan.total_bytes)
+        self._parts: list[Part] = []
+        for index, offset in sorted(plan.matrices.items(), key=lambda item: item[1]):
+            self._parts += _matrix_parts(_tensor(oplist, index), kernels, base + offset, part_bytes)
+        for index, offset in plan.tables.items():
+            tensor = _tensor(oplist, index)
+            self._parts.append(Part(tensor.file_index, tensor.offset_bytes, tensor.bytes, base + offset))
+        self.handles = _handles(oplist, kernels, plan, base)
+        kernels.compile_ahead(lambda: _lay_out_all(self._parts, base))
+
+    def upload(self, raw_address: int, readers: int, progress: Progress) -> None:
+        """Everything to its place, through `upload_bytes` of memory at `raw_address`. Raises OSError when the file
+        changes meanwhile."""
+        _upload_vectors(self._file, self._oplist, self._plan, self._base, self._memory)
+        paths = [str(path) for path in self._file.paths]
+        upload(self._memory.device, paths, self._parts, raw_address, readers, progress)
 
 
 def _lay_out_all(parts: list[Part], raw: int) -> None:
@@ -102,12 +128,11 @@ def _tensor(oplist: OpList, index: int) -> TensorRef:
     return tensor
 
 
-def _matrix_parts(tensor: TensorRef, kernels: KernelSet, target: int) -> list[Part]:
+def _matrix_parts(tensor: TensorRef, kernels: KernelSet, target: int, part_bytes: int) -> list[Part]:
     """Row ranges of a matrix or of a whole stack, whose experts follow each other in file and on the device."""
     type_id, columns = BY_NAME[tensor.type].id, tensor.columns
-    n_rows = tensor.rows * tensor.experts
-    file_row_bytes, row_bytes = tensor.bytes // n_rows, kernels.row_bytes(type_id, columns)
-    step = max(1, PART_BYTES // file_row_bytes)
+    n_rows, step = tensor.rows * tensor.experts, _part_rows(tensor, part_bytes)
+    file_row_bytes, row_bytes = _file_row_bytes(tensor), kernels.row_bytes(type_id, columns)
     parts = []
     for begin in range(0, n_rows, step):
         count = min(step, n_rows - begin)

@@ -20,7 +20,8 @@ import numpy as np
 from plans.machine import CopyRate, GpuKernelRate, GpuRates
 from worker.cuda.device import CudaDevice, gpu_absence
 from worker.cuda.driver import Launcher
-from worker.probe.gpu_kernels import KERNEL_TYPES, measure_kernel
+from worker.probe.gpu_beside import COPY_BYTES, copies_beside_reads
+from worker.probe.gpu_kernels import KERNEL_TYPES, SHAPES, compile_kernels, measure_kernel
 from worker.probe.kernels import say
 
 COPY_BLOCKS = (64 << 10, 1 << 20, 16 << 20, 256 << 20)
@@ -105,8 +106,10 @@ class _GpuProbe:
 
     def measure(self, n_devices: int) -> GpuRates:
         free_bytes = self.device.free_bytes()
+        self._attempt("compiling kernels", lambda: compile_kernels(self.device, self.launcher))
         say(f"gpu{self.device.ordinal}: copies")
         copies = tuple(self._attempt("copies", lambda: list(self._copies(n_devices))) or ())
+        copies += tuple(self._attempt("copies beside CPU reads", self._copies_beside_reads) or ())
         facts = read_smi(self.device.ordinal)
         say(f"gpu{self.device.ordinal}: memory and launches")
         rates = {
@@ -125,6 +128,7 @@ class _GpuProbe:
             n_processors=self.device.n_processors,
             memory_total_bytes=self.device.total_bytes,
             memory_free_bytes=free_bytes,
+            context_bytes=self.device.context_bytes,
             link_generation=as_int(facts.get("pcie.link.gen.current")),
             link_width=as_int(facts.get("pcie.link.width.current")),
             clock_mhz=as_int(facts.get("clocks.sm")),
@@ -179,6 +183,15 @@ class _GpuProbe:
         yield from self._peer_copies(n_devices, target, largest)
         self.device.release(target)
         host.close()
+
+    def _copies_beside_reads(self) -> tuple[CopyRate, CopyRate]:
+        host, target = self.device.host_buffer(COPY_BYTES), self.device.allocate(COPY_BYTES)
+        copy = partial(self.device.copy_in, target, host.address, COPY_BYTES)
+        try:
+            return copies_beside_reads(lambda: self._best(copy, COPY_BYTES), len(os.sched_getaffinity(0)))
+        finally:
+            self.device.release(target)
+            host.close()
 
     def _peer_copies(self, n_devices: int, source: int, size_bytes: int) -> Iterator[CopyRate]:
         for other in range(n_devices):
@@ -250,5 +263,8 @@ class _GpuProbe:
     def _kernels(self) -> Iterator[GpuKernelRate]:
         for name in KERNEL_TYPES:
             say(f"gpu{self.device.ordinal}: kernels of {name}")
-            rate = self._attempt(name, partial(measure_kernel, self.device, self.launcher, name))
-            yield rate or GpuKernelRate(name, None, None, self.missing[-1])
+            for shape in SHAPES:
+                what = f"{name} {shape[0]} x {shape[1]}"
+                measure = partial(measure_kernel, self.device, self.launcher, name, shape)
+                rate = self._attempt(what, measure)
+                yield rate or GpuKernelRate(name, None, None, self.missing[-1], *shape)

@@ -13,21 +13,22 @@ from plans.placement import Placement
 from worker.cuda.attention import prefill_tile_rows
 from worker.cuda.attention_values import Heads
 from worker.cuda.cuda_kernels import CudaKernels
-from worker.cuda.device import CudaDevice, Device
+from worker.cuda.device import Device
 from worker.cuda.gpu_step import BUCKETS, bucket_for
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.model import DeviceModel, StepLimits
-from worker.cuda.upload import MOST_READERS, Progress
+from worker.cuda.upload import LEAST_READERS, MOST_READERS, Progress
 from worker.model.describe import describe_file
 from worker.model.gguf import ModelFile, open_model
 from worker.ops.batch import PAGE_TOKENS
 from worker.ops.lower import lower
 from worker.ops.oplist import OpKind, OpList
 from worker.ops.sections import RESIDUAL, Section, cut, restrict
+from worker.runtime.feed import cuda_device
 from worker.runtime.gpu_batch import BatchWriter
 from worker.runtime.gpu_executor import GpuExecutor
 from worker.runtime.gpu_sections import CpuSection, GpuSection, ResidualBuffer, SectionRunner
-from worker.runtime.gpu_warm_up import warm_up
+from worker.runtime.gpu_warm_up import compile_ahead, usual_batches, warm_up
 from worker.runtime.load import native_executor, page_bytes, page_count
 from worker.runtime.step import NativeExecutor
 
@@ -46,7 +47,7 @@ def load_gpu(
     *,
     max_outputs: int,
     progress: Progress = _silent,
-    make_device: DeviceFactory = CudaDevice,
+    make_device: DeviceFactory = cuda_device,
     make_kernels: KernelFactory = CudaKernels,
     warms_up: bool = True,
 ) -> GpuExecutor:
@@ -69,8 +70,14 @@ def load_gpu(
             "no unit of this model matches the placement's GPUs; run `placewright plan` again"
         )
     executor = loader.executor(models, sections)
-    if warms_up:
-        warm_up(executor, min(placement.max_sequences, BUCKETS[-1]), is_whole=len(sections) == 1)
+    batches = list(usual_batches(executor, min(placement.max_sequences, BUCKETS[-1]))) if warms_up else []
+    compile_ahead(executor, batches)  # beside the upload
+    readers = min(MOST_READERS, max(LEAST_READERS, len(os.sched_getaffinity(0))))
+    for model in models.values():
+        model.upload(readers, progress)
+    warm_up(executor, batches, is_whole=len(sections) == 1)
+    for model in models.values():
+        model.log_memory()
     executor.load_s = time.monotonic() - started
     progress("ready", 1, 1)
     return executor
@@ -115,8 +122,6 @@ class _Loader:
             self.placement.kv_type,
             self.n_pages,
             self.placement.gpu_cap_bytes(device.ordinal),
-            min(MOST_READERS, len(os.sched_getaffinity(0))),
-            self.progress,
         )
 
     def executor(self, models: dict[str, DeviceModel], sections: tuple[Section, ...]) -> GpuExecutor:
