@@ -208,7 +208,7 @@ def first_not_finite(executor: GpuExecutor, ids: list[int], pages: list[int], po
     batch = Batch.of_sequence(ids, position, pages, all_outputs=False)
     prepared = executor._writer.write(step_batch_of(batch), None)
     shape = prepared.shape
-    prepared.inputs.upload(shape.n_sequences)
+    prepared.block.upload(shape.n_sequences)
     for op, launch in zip(model.oplist.ops, model.launches, strict=True):
         before = {index: largest(executor, index, shape) for index in op.inputs}
         launch.enqueue(shape)

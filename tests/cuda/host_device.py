@@ -7,6 +7,7 @@ seam (lowering, inputs, graphs, upload, executor) can be compared with the refer
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,11 @@ class _HostBuffer:
 
 @dataclass
 class HostDevice:
-    """A Device of `total_bytes` whose memory is the host's. `log` has the name of every queued piece of work."""
+    """A Device of `total_bytes` whose memory is the host's. `log` has the name of every queued piece of work.
+
+    Work waits until it is asked for, as late as a real device could do it: what the host changes too early, or reads
+    without waiting, is seen.
+    """
 
     ordinal: int = 0
     total_bytes: int = 8 << 30
@@ -58,6 +63,8 @@ class HostDevice:
     def __post_init__(self) -> None:
         self._allocations: dict[int, NDArray[np.uint8]] = {}
         self._recording: list[Callable[[], None]] | None = None
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._n_done = 0
 
     def used_bytes(self) -> int:
         return sum(array.nbytes - 256 for array in self._allocations.values())
@@ -75,6 +82,7 @@ class HostDevice:
         return address
 
     def release(self, address: int) -> None:
+        self.synchronize()
         del self._allocations[address]
 
     def host_buffer(self, size_bytes: int) -> _HostBuffer:
@@ -88,7 +96,10 @@ class HostDevice:
             self._recording.append(work)
             return
         self.log.append(name)
-        work()
+        self._waiting.append(work)
+
+    def queue(self, work: list[Callable[[], None]]) -> None:
+        self._waiting.extend(work)
 
     def copy_in(self, target: int, source: int, size_bytes: int, stream: int | None = None) -> None:
         self.submit("copy_in", lambda: _copy(target, source, size_bytes))
@@ -99,13 +110,15 @@ class HostDevice:
         self.submit("fill_zero", lambda: void(ctypes.memset(address, 0, size_bytes)))
 
     def synchronize(self, stream: int | None = None) -> None:
-        """Work was done when it was queued."""
+        self.await_mark(self.mark())
 
-    def mark(self) -> None:
-        return None
+    def mark(self) -> int:
+        return self._n_done + len(self._waiting)
 
-    def await_mark(self, mark: None) -> None:
-        """As `synchronize`."""
+    def await_mark(self, mark: int) -> None:
+        while self._n_done < mark:
+            self._n_done += 1
+            self._waiting.popleft()()
 
     def bind(self) -> None:
         """One memory serves all threads."""
@@ -137,8 +150,7 @@ class _HostGraph:
 
     def launch(self) -> None:
         self.device.graph_launches += 1
-        for one in self.work:
-            one()
+        self.device.queue(self.work)
 
 
 @dataclass(frozen=True)
@@ -377,8 +389,10 @@ class NumpyKernels:
                 return
             answers = view(places["sampled"], (shape.n_outputs * SAMPLED.itemsize,), np.uint8).view(SAMPLED)
             samplers = self._samplers(shape)
-            for row in range(shape.n_outputs):
-                _choose(answers[row], rows[row], samplers[row])
+            for row, sampler in enumerate(samplers):
+                first = places["history"] + 4 * int(sampler["first_history"])
+                _choose(answers[row], rows[row], sampler, view(first, (int(sampler["n_history"]),), np.int32))
+            view(places["tokens"], (shape.n_outputs,), np.int32)[:] = answers["token"]
 
         self._submit(("sample", shape.sampling, shape.n_outputs, n_vocab), work)
 
@@ -389,9 +403,16 @@ class NumpyKernels:
         return view(shape.inputs.samplers, (size,), np.uint8).view(SAMPLER)
 
 
-def _choose(answer: np.void, logits: NDArray[np.float32], sampler: np.void) -> None:
-    """The largest logit or the target, with log probabilities; biases, penalties and chance are the real kernel's."""
+def _choose(
+    answer: np.void, logits: NDArray[np.float32], sampler: np.void, history: NDArray[np.int32]
+) -> None:
+    """The largest logit or the target, with log probabilities; biases, penalties and chance are the real kernel's. With
+    a temperature one of the five largest, by all that chance and penalties of the real one depend on.
+    """
     token = int(sampler["target"]) if sampler["target"] >= 0 else int(logits.argmax())
+    if sampler["target"] < 0 and sampler["temperature"] > 0:
+        mixed = int(sampler["seed"]) * 31 + int(sampler["draw"]) * 7 + int((history * 3 + 1).sum())
+        token = int(np.argsort(-logits, kind="stable")[mixed % 5])
     logprobs = logits - (logits.max() + np.log(np.exp(logits - logits.max(), dtype=np.float64).sum()))
     n_top = int(sampler["n_top"])
     answer["token"], answer["status"], answer["n_top"] = token, 0, max(0, n_top)

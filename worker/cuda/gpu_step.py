@@ -1,13 +1,15 @@
 """One device's part of a forward pass: decode steps as captured graphs, everything else launched op by op.
 
-A decode graph serves one bucket of sequences, one class of contexts and one kind of sampling; it holds the copy of the
-step's metadata, all kernels and the copy of the answers, so that a decoded token costs one launch and one wait.
+A decode graph serves one bucket of sequences, one class of contexts and one kind of sampling; it holds all kernels. The
+copies of the step's metadata and of its answers are queued around it, because they change: host memory alternates, so
+that a step can be queued while the one before it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -52,10 +54,7 @@ class Counters(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a step copies before and after its kernels: the metadata or the residual in, the residual or answers out.
-
-    Both are queued inside of a decode graph.
-    """
+    """What a step copies before and after its kernels: metadata and residual in, residual and answers out."""
 
     before: Callable[[StepShape], None]
     after: Callable[[StepShape], None]
@@ -70,27 +69,36 @@ class GpuStep:
         self._seen: set[StepShape] = set()
         self.counters = Counters()
 
+    def has_graph(self, shape: StepShape) -> bool:
+        return shape in self._graphs
+
+    def start(self, shape: StepShape) -> Any:
+        """Queue a decode step whose shape has a graph, behind all that is queued; the mark of its end."""
+        self.counters.decode_steps += 1
+        self.counters.graph_launches += 1
+        self._exchange.before(shape)
+        self._graphs[shape].launch()
+        self._exchange.after(shape)
+        return self._device.mark()
+
     def decode(self, shape: StepShape) -> None:
         """Run a decode step to its end. The first of a shape runs op by op, which also loads its kernels; then its
         graph is captured for all later ones.
         """
-        self.counters.decode_steps += 1
-        graph = self._graphs.get(shape)
-        if graph is not None:
-            graph.launch()
-            self.counters.graph_launches += 1
-            self._device.synchronize()
+        if self.has_graph(shape):
+            self._device.await_mark(self.start(shape))
             return
+        self.counters.decode_steps += 1
+        self._exchange.before(shape)
         self._enqueue(shape)
+        self._exchange.after(shape)
         self._device.synchronize()
         self._graphs[shape] = self._device.capture(lambda: self._enqueue(shape))
         self.counters.graphs_captured += 1
 
     def _enqueue(self, shape: StepShape) -> None:
-        self._exchange.before(shape)
         for launch in self._launches:
             launch.enqueue(shape)
-        self._exchange.after(shape)
 
     def eager(self, shape: StepShape, is_cancelled: Callable[[], bool]) -> bool:
         """Run any other step to its end; False when it was cancelled between two layers."""

@@ -16,7 +16,7 @@ from worker.cuda.kernel_set import KernelSet
 from worker.cuda.kv_cache import DeviceKvCache, cache_bytes
 from worker.cuda.lowering import Launch, Lowering, allocate_buffers, buffer_bytes
 from worker.cuda.memory import GRAPH_BYTES, MIB, DeviceMemory, DeviceNeed, aligned, check_fits
-from worker.cuda.sampling import SamplingBuffers, SamplingLimits
+from worker.cuda.sampling import STEPS_IN_FLIGHT, SamplingBuffers, SamplingLimits
 from worker.cuda.step_inputs import InputLimits, StepInputs
 from worker.cuda.upload import Progress
 from worker.cuda.values import Rows
@@ -102,11 +102,12 @@ class DeviceModel:
         self.upload_s = time.monotonic() - started
         self.cache = DeviceKvCache(self.memory, oplist.kv_layers, kv_type, n_pages)
         self.buffers = allocate_buffers(oplist, self.memory, limits.max_tokens, limits.max_outputs)
-        self.decode_inputs = StepInputs(self.memory, limits.decode_inputs)
-        self.prefill_inputs = StepInputs(self.memory, limits.prefill_inputs)
         self.sampling: SamplingBuffers | None = None
         if samples(oplist):
             self.sampling = SamplingBuffers(self.memory, limits.sampling(oplist.n_vocab))
+        drawn = None if self.sampling is None else self.sampling.address_of["tokens"]
+        self.decode_inputs = StepInputs(self.memory, limits.decode_inputs, STEPS_IN_FLIGHT, drawn)
+        self.prefill_inputs = StepInputs(self.memory, limits.prefill_inputs)
         scratch_bytes = self.kernels.scratch_bytes(oplist, limits.max_tokens, limits.max_outputs)
         scratch = self.memory.take("workspace", scratch_bytes, zeroed=True)
         self.kernels.prepare(oplist, limits.max_tokens, limits.max_outputs, scratch, self.sampling)

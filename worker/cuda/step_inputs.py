@@ -1,7 +1,9 @@
-"""The metadata of a step: one pinned block on the host, its twin on the device, and one copy between them.
+"""The metadata of a step: pinned blocks on the host, their twin on the device, and one copy between them.
 
-Sections follow each other, the page tables last, so that a step of few sequences copies a prefix of the block. Decode
-and prefill have a block each: the one of decode is small but for the page tables.
+Sections follow each other, the token ids first and the page tables last, so that a step copies a span of the block:
+without the page tables of sequences that it does not have, and without the token ids when they are on the device
+already. Decode and prefill have inputs of their own: those of decode are small but for the page tables, and have two
+blocks, so that one can be written while a queued step is yet to read the other.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from worker.cuda.device import Device
 from worker.cuda.memory import DeviceMemory, aligned
 from worker.cuda.sampler import SAMPLER
 from worker.cuda.values import InputAddresses
@@ -50,22 +53,21 @@ class InputLimits:
         return sum(aligned(size) for size in self.section_bytes().values())
 
 
-class StepInputs:
-    """Views of the pinned block; fill them, then `upload`.
+class InputBlock:
+    """A pinned block; fill it, then `upload`.
 
     int32: `token_ids`, `positions`, `sequence_of_token` [max_tokens], `output_rows` [max_outputs], `tiles` [*, 4],
     `page_tables` [max_sequences, max_pages] (entries beyond a sequence's pages are never read by kernels).
-    `samplers`: records of SAMPLER [max_outputs].
+    `samplers`: records of SAMPLER [max_outputs]. `slot`: its number among the blocks of its inputs.
     """
 
-    def __init__(self, memory: DeviceMemory, limits: InputLimits) -> None:
-        self._device, self.limits = memory.device, limits
+    def __init__(self, inputs: StepInputs, slot: int) -> None:
+        self.inputs, self.slot, limits = inputs, slot, inputs.limits
+        self._device: Device = inputs.device
         self._host = self._device.host_buffer(limits.total_bytes)
-        self._address = memory.take("workspace", limits.total_bytes, zeroed=True)
-        offset, places, views = 0, {}, {}
+        offset, views = 0, {}
         for name, size_bytes in limits.section_bytes().items():
             views[name] = self._host.array[offset : offset + size_bytes]
-            places[name] = self._address + offset
             offset += aligned(size_bytes)
         self.token_ids: Int32Array = views["token_ids"].view(np.int32)
         self.positions: Int32Array = views["positions"].view(np.int32)
@@ -76,26 +78,57 @@ class StepInputs:
         self.page_tables: Int32Array = (
             views["page_tables"].view(np.int32).reshape(limits.max_sequences, limits.max_pages)
         )
-        self._header_bytes = places["page_tables"] - self._address
-        self.addresses = InputAddresses(**places, max_pages=limits.max_pages)
-        self._pages: list[list[int]] = [[] for _ in range(limits.max_sequences)]
+        self._pages: list[tuple[Sequence[int], int]] = [((), 0)] * limits.max_sequences
 
     def set_pages(self, sequence: int, page_ids: Sequence[int], n_tokens: int) -> None:
-        """The pages that hold `n_tokens` positions; costs next to nothing when they are those of last time."""
-        used = list(page_ids[: -(-n_tokens // PAGE_TOKENS)])
-        if used == self._pages[sequence]:
-            return
-        self.page_tables[sequence, : len(used)] = used
-        self._pages[sequence] = used
+        """The pages that hold `n_tokens` positions. Of the list that was set last only what it grew by is written."""
+        used = (n_tokens - 1) // PAGE_TOKENS + 1
+        known_ids, known = self._pages[sequence]
+        if known_ids is not page_ids:
+            known = 0
+        if known < used:
+            self.page_tables[sequence, known:used] = page_ids[known:used]
+            self._pages[sequence] = (page_ids, used)
 
-    def copy_from(self, other: StepInputs) -> None:
-        """Take over the host block of another device's inputs of the same limits."""
+    def copy_from(self, other: InputBlock) -> None:
+        """Take over a block of another device's inputs of the same limits."""
         self._host.array[:] = other._host.array
 
-    def upload(self, n_sequences: int) -> None:
-        """Queue the copy of all that a step of so many sequences reads."""
-        size_bytes = self._header_bytes + _INT32_BYTES * n_sequences * self.limits.max_pages
-        self._device.copy_in(self._address, self._host.address, size_bytes)
+    def upload(self, n_sequences: int, *, with_tokens: bool = True) -> None:
+        """Queue the copy of all that a step of so many sequences reads; token ids may be where they belong already."""
+        inputs, limits = self.inputs, self.inputs.limits
+        begin = aligned(_INT32_BYTES * limits.max_tokens) if inputs.tokens_lie_apart or not with_tokens else 0
+        end = inputs.header_bytes + _INT32_BYTES * n_sequences * limits.max_pages
+        self._device.copy_in(inputs.address + begin, self._host.address + begin, end - begin)
+        if inputs.tokens_lie_apart and with_tokens:
+            size_bytes = _INT32_BYTES * limits.max_tokens
+            self._device.copy_in(inputs.addresses.token_ids, self._host.address, size_bytes)
 
     def close(self) -> None:
         self._host.close()
+
+
+class StepInputs:
+    """A block on the device and `n_blocks` of the host. `tokens_address`: where token ids go instead, so that a step
+    reads what the sampler of the step before wrote there.
+    """
+
+    def __init__(
+        self, memory: DeviceMemory, limits: InputLimits, n_blocks: int = 1, tokens_address: int | None = None
+    ) -> None:
+        self.device, self.limits = memory.device, limits
+        self.tokens_lie_apart = tokens_address is not None
+        self.address = memory.take("workspace", limits.total_bytes, zeroed=True)
+        offset, places = 0, {}
+        for name, size_bytes in limits.section_bytes().items():
+            places[name] = self.address + offset
+            offset += aligned(size_bytes)
+        self.header_bytes = places["page_tables"] - self.address
+        if tokens_address is not None:
+            places["token_ids"] = tokens_address
+        self.addresses = InputAddresses(**places, max_pages=limits.max_pages)
+        self.blocks = tuple(InputBlock(self, slot) for slot in range(n_blocks))
+
+    def close(self) -> None:
+        for block in self.blocks:
+            block.close()

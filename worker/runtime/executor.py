@@ -10,13 +10,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from plans.placement import Placement
 from worker.protocol import SamplingParams
 
 PAGE_TOKENS = 32
 """Tokens in a page of the key/value cache (PW_PAGE_TOKENS of the kernels)."""
+
+DRAWN = -1
+"""Stands for a token id that nobody knows yet: the one that the step before draws for the part of the same index."""
 
 MAX_TOP = 20
 """Most alternatives with log probabilities per token (PW_MAX_TOP of the kernels)."""
@@ -111,8 +114,9 @@ class Output:
 class SequencePart:
     """The next tokens of one sequence: token `i` stands at position `first_position + i`.
 
-    `page_ids[p // PAGE_TOKENS]` holds position p; it covers all positions up to the last of this part, may be
-    longer, and must not be kept after the step. Pages that this part writes to belong to this sequence alone.
+    `page_ids[p // PAGE_TOKENS]` holds position p; it covers all positions up to the last of this part and may be
+    longer. From step to step the same list only grows: where entries change, another list is given. Pages that this
+    part writes to belong to this sequence alone.
     """
 
     token_ids: Sequence[int]
@@ -126,11 +130,13 @@ class StepBatch:
     """At most `Executor.max_tokens` tokens and `Executor.max_outputs` outputs; at least one part.
 
     `is_decode`: every part has one token and one output, so the decode team's size is right for it.
+    `tokens_are_drawn`: every part has the one token DRAWN, and a penalised output's history ends with DRAWN.
     """
 
     parts: tuple[SequencePart, ...]
     n_tokens: int
     n_outputs: int
+    tokens_are_drawn: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -185,6 +191,27 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free everything; the executor is not used afterwards."""
+        ...
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """An executor that can queue a decode step behind the one that it is running.
+
+    Steps run in the order in which they were submitted, and so do `run` and `copy_page` between them: pages may be
+    given to another sequence while a step that writes to them is still queued.
+    """
+
+    def submit(self, batch: StepBatch) -> object | None:
+        """Queue a step, with at most one other whose answers were not collected yet; a ticket for its answers. None,
+        and nothing queued, when this batch has to go through `run`. Raises StepFailed as `run` does.
+
+        With `tokens_are_drawn` the step submitted before had the same sequences in the same order.
+        """
+        ...
+
+    def collect(self, ticket: object) -> list[SampledToken]:
+        """Wait for the answers of a step, the oldest one first; as `Executor.run` gives them."""
         ...
 
 
