@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from worker.runtime.executor import (
     DRAWN,

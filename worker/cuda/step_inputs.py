@@ -8,7 +8,6 @@ blocks, so that one can be written while a queued step is yet to read the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,7 @@ from worker.cuda.device import Device
 from worker.cuda.memory import DeviceMemory, aligned
 from worker.cuda.sampler import SAMPLER
 from worker.cuda.values import InputAddresses
-from worker.ops.batch import PAGE_TOKENS
+from worker.ops.batch import PageTables
 
 _INT32_BYTES = 4
 _FEWEST_TILE_ROWS = 64
@@ -56,9 +55,9 @@ class InputLimits:
 class InputBlock:
     """A pinned block; fill it, then `upload`.
 
-    int32: `token_ids`, `positions`, `sequence_of_token` [max_tokens], `output_rows` [max_outputs], `tiles` [*, 4],
-    `page_tables` [max_sequences, max_pages] (entries beyond a sequence's pages are never read by kernels).
-    `samplers`: records of SAMPLER [max_outputs]. `slot`: its number among the blocks of its inputs.
+    int32: `token_ids`, `positions`, `sequence_of_token` [max_tokens], `output_rows` [max_outputs], `tiles` [*, 4].
+    `page_tables` [max_sequences, max_pages]: entries beyond a sequence's pages are never read by kernels. `samplers`:
+    records of SAMPLER [max_outputs]. `slot`: its number among the blocks of its inputs.
     """
 
     def __init__(self, inputs: StepInputs, slot: int) -> None:
@@ -75,20 +74,8 @@ class InputBlock:
         self.output_rows: Int32Array = views["output_rows"].view(np.int32)
         self.samplers = views["samplers"].view(SAMPLER)
         self.tiles: Int32Array = views["tiles"].view(np.int32).reshape(-1, 4)
-        self.page_tables: Int32Array = (
-            views["page_tables"].view(np.int32).reshape(limits.max_sequences, limits.max_pages)
-        )
-        self._pages: list[tuple[Sequence[int], int]] = [((), 0)] * limits.max_sequences
-
-    def set_pages(self, sequence: int, page_ids: Sequence[int], n_tokens: int) -> None:
-        """The pages that hold `n_tokens` positions. Of the list that was set last only what it grew by is written."""
-        used = (n_tokens - 1) // PAGE_TOKENS + 1
-        known_ids, known = self._pages[sequence]
-        if known_ids is not page_ids:
-            known = 0
-        if known < used:
-            self.page_tables[sequence, known:used] = page_ids[known:used]
-            self._pages[sequence] = (page_ids, used)
+        tables = views["page_tables"].view(np.int32).reshape(limits.max_sequences, limits.max_pages)
+        self.page_tables = PageTables(tables)
 
     def copy_from(self, other: InputBlock) -> None:
         """Take over a block of another device's inputs of the same limits."""

@@ -34,14 +34,11 @@ class CancelBoard:
             self.flag.set()
 
     def begin_step(self, request_ids: Set[str]) -> None:
+        """What was set for the step before counts no more."""
         with self._lock:
             self._in_step = request_ids
             self.flag.clear()
             self._update()
-
-    def end_step(self) -> None:
-        with self._lock:
-            self._in_step = frozenset()
 
     def forget(self, request_id: str) -> None:
         """The request has its final event, or never ran."""

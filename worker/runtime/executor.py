@@ -1,16 +1,18 @@
 """What the scheduler asks of the model: the values of one step and the `Executor` that runs it.
 
-A step is one forward pass over tokens of several sequences. The scheduler builds it as plain Python values,
-cheap at one token; the executor (`worker/runtime/step.py`, or a fake one in tests) turns it into arrays and
-makes one call.
+A step is one forward pass over tokens of several sequences. The scheduler builds it as plain values, which are
+msgspec structs because making those is cheap; the executor (`worker/runtime/step.py`, or a fake one in tests) turns
+them into arrays and makes one call.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from plans.placement import Placement
 from worker.protocol import SamplingParams
@@ -94,8 +96,7 @@ class Sampler:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Output:
+class Output(msgspec.Struct, frozen=True, eq=False):
     """A row of a sequence's part whose logits are wanted: exactly one of `sampler` and `target` is given.
 
     With a `sampler` a token is drawn (`history` and `draw` are those of this token). With a `target` nothing
@@ -110,8 +111,7 @@ class Output:
     top: int = 0  # with a target: how many of the best, 0..MAX_TOP
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SequencePart:
+class SequencePart(msgspec.Struct, frozen=True, eq=False):
     """The next tokens of one sequence: token `i` stands at position `first_position + i`.
 
     `page_ids[p // PAGE_TOKENS]` holds position p; it covers all positions up to the last of this part and may be
@@ -125,8 +125,7 @@ class SequencePart:
     outputs: tuple[Output, ...] = ()  # ascending rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepBatch:
+class StepBatch(msgspec.Struct, frozen=True, eq=False):
     """At most `Executor.max_tokens` tokens and `Executor.max_outputs` outputs; at least one part.
 
     `is_decode`: every part has one token and one output, so the decode team's size is right for it.
@@ -143,13 +142,12 @@ class StepBatch:
         return self.n_tokens == len(self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True):
     """Answer to one `Output`: the drawn token, or the target. `logprob` is None when none was asked for."""
 
     id: int
     logprob: float | None = None
-    top: list[tuple[int, float]] = field(default_factory=list)  # best first
+    top: list[tuple[int, float]] = []  # best first
 
 
 class Executor(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from worker.runtime.executor import DRAWN, SequencePart, StepBatch
 from worker.runtime.requests import Request
@@ -10,8 +10,7 @@ from worker.runtime.requests import Request
 Plan = list[tuple[Request, int]]  # who takes part in a step, and with how many tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+class Flight(msgspec.Struct, frozen=True, eq=False):
     """A step that began at `began_s`. `ticket` None: it runs only when its answers are asked for."""
 
     plan: Plan

@@ -68,9 +68,9 @@ class BatchWriter:
         if not batch.tokens_are_drawn:
             block.token_ids[:bucket] = tokens + padding
         for row, part in enumerate(batch.parts):
-            block.set_pages(row, part.page_ids, part.first_position + 1)
+            block.page_tables.set(row, part.page_ids, part.first_position + 1)
         for row in range(count, bucket):
-            block.set_pages(row, self._scratch_pages, 1)
+            block.page_tables.set(row, self._scratch_pages, 1)
         outputs = tuple(part.outputs[0] for part in batch.parts)
         kind, pools = self._write_samplers(block, outputs, bucket, sampling)
         limit = context_limit_for(max(positions) + 1)
@@ -124,7 +124,7 @@ def _write_part(block: InputBlock, part: SequencePart, row: int, end: int, seque
     block.token_ids[row:end] = part.token_ids
     block.positions[row:end] = np.arange(part.first_position, part.first_position + end - row)
     block.sequence_of_token[row:end] = sequence
-    block.set_pages(sequence, part.page_ids, part.first_position + end - row)
+    block.page_tables.set(sequence, part.page_ids, part.first_position + end - row)
 
 
 def read_answers(prepared: PreparedStep, sampling: SamplingBlock) -> list[SampledToken]:

@@ -296,8 +296,6 @@ class Scheduler:
         except StepFailed as error:
             self._recover(flight, error)
             return
-        finally:
-            self.board.end_step()
         now_s = self._clock()
         step_s = now_s - max(flight.began_s, self._landed_s)
         self._landed_s = now_s
