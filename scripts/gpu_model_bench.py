@@ -209,6 +209,8 @@ def first_not_finite(executor: GpuExecutor, ids: list[int], pages: list[int], po
     prepared = executor._writer.write(step_batch_of(batch), None)
     shape = prepared.shape
     prepared.block.upload(shape.n_sequences)
+    if shape.is_decode:
+        model.kernels.receive(shape)
     for op, launch in zip(model.oplist.ops, model.launches, strict=True):
         before = {index: largest(executor, index, shape) for index in op.inputs}
         launch.enqueue(shape)
@@ -264,7 +266,7 @@ def breakdown(executor: GpuExecutor) -> Iterator[tuple[str, str]]:
 
 
 def graph_s(executor: GpuExecutor, launches: tuple[Launch, ...], shape: StepShape) -> float:
-    nothing = Exchange(lambda _: None, lambda _: None)
+    nothing = Exchange(*[lambda _: None] * 4)
     step = GpuStep(executor.models[0].device, launches, nothing)
     times = []
     for _ in range(12):

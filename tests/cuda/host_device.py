@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from configs.errors import EngineStartError
 from worker.cuda.kv_cache import KvLayerArrays
-from worker.cuda.sampler import SAMPLED
+from worker.cuda.sampler import SAMPLED, SAMPLER
 from worker.cuda.sampling import SamplingBuffers
 from worker.cuda.values import Rows, RowTable, StepShape
 from worker.model.quants import dequantize
@@ -212,6 +212,34 @@ class NumpyKernels:
     ) -> None:
         self.sampling = sampling
 
+    def receive(self, shape: StepShape) -> None:
+        inputs, box = shape.inputs, shape.mailbox
+        assert box is not None
+
+        def work() -> None:
+            n_bytes = shape.n_outputs * SAMPLER.itemsize if shape.sampling == "full" else 0
+            _copy(inputs.samplers, box.samplers, n_bytes)
+            for row, (token, position, index, page) in enumerate(
+                view(box.rows, (shape.n_sequences, 4), np.int32)
+            ):
+                view(inputs.positions, (row + 1,), np.int32)[row] = position
+                if token >= 0:
+                    view(inputs.token_ids, (row + 1,), np.int32)[row] = token
+                if index >= 0:
+                    at = row * inputs.max_pages + index
+                    view(inputs.page_tables, (at + 1,), np.int32)[at] = page
+
+        self._submit(("receive", shape.n_sequences), work)
+
+    def send(self, shape: StepShape) -> None:
+        box = shape.mailbox
+        if shape.sampling == "none":
+            return
+        assert box is not None and self.sampling is not None
+        name, size = ("tokens", 4) if shape.sampling == "greedy" else ("sampled", SAMPLED.itemsize)
+        source, target = self.sampling.address_of[name], getattr(box, name)
+        self._submit(("send", shape.n_outputs), lambda: _copy(target, source, size * shape.n_outputs))
+
     def embed(self, shape: StepShape, table: RowTable, out: Rows, scale: float) -> None:
         def work() -> None:
             ids = view(shape.inputs.token_ids, (shape.n_tokens,), np.int32)
@@ -397,8 +425,6 @@ class NumpyKernels:
         self._submit(("sample", shape.sampling, shape.n_outputs, n_vocab), work)
 
     def _samplers(self, shape: StepShape) -> NDArray[Any]:
-        from worker.cuda.sampler import SAMPLER
-
         size = shape.n_outputs * SAMPLER.itemsize
         return view(shape.inputs.samplers, (size,), np.uint8).view(SAMPLER)
 

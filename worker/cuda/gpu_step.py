@@ -1,8 +1,8 @@
 """One device's part of a forward pass: decode steps as captured graphs, everything else launched op by op.
 
-A decode graph serves one bucket of sequences, one class of contexts and one kind of sampling; it holds all kernels. The
-copies of the step's metadata and of its answers are queued around it, because they change: host memory alternates, so
-that a step can be queued while the one before it runs.
+A decode graph serves one bucket of sequences, one class of contexts, one kind of sampling and one block of the host's
+memory. It takes the step's metadata from there and leaves its answers there, so that a decoded token costs one launch;
+blocks alternate, so that a step can be queued while the one before it runs.
 """
 
 from __future__ import annotations
@@ -54,10 +54,14 @@ class Counters(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a step copies before and after its kernels: metadata and residual in, residual and answers out."""
+    """`before` and `after` queue what a step copies: metadata and residual in, residual and answers out. `receive` and
+    `send` queue the kernels by which a decode step does it itself; they are a part of its graph.
+    """
 
     before: Callable[[StepShape], None]
     after: Callable[[StepShape], None]
+    receive: Callable[[StepShape], None]
+    send: Callable[[StepShape], None]
 
 
 class GpuStep:
@@ -97,8 +101,10 @@ class GpuStep:
         self.counters.graphs_captured += 1
 
     def _enqueue(self, shape: StepShape) -> None:
+        self._exchange.receive(shape)
         for launch in self._launches:
             launch.enqueue(shape)
+        self._exchange.send(shape)
 
     def eager(self, shape: StepShape, is_cancelled: Callable[[], bool]) -> bool:
         """Run any other step to its end; False when it was cancelled between two layers."""

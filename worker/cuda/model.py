@@ -17,7 +17,7 @@ from worker.cuda.kv_cache import DeviceKvCache, cache_bytes
 from worker.cuda.lowering import Launch, Lowering, allocate_buffers, buffer_bytes
 from worker.cuda.memory import GRAPH_BYTES, MIB, DeviceMemory, DeviceNeed, aligned, check_fits
 from worker.cuda.sampling import STEPS_IN_FLIGHT, SamplingBuffers, SamplingLimits
-from worker.cuda.step_inputs import InputLimits, StepInputs
+from worker.cuda.step_inputs import DecodeInputs, InputLimits, PrefillInputs
 from worker.cuda.upload import Progress
 from worker.cuda.values import Rows
 from worker.cuda.weights import load_weights, plan_weights
@@ -51,9 +51,9 @@ class StepLimits:
 
     @property
     def n_graphs(self) -> int:
-        """At most: buckets in use, greedy or not, in every class of contexts."""
+        """At most: buckets in use, greedy or not, in every class of contexts, for each block of inputs."""
         buckets = sum(size <= self.decode_bucket for size in BUCKETS)
-        return 2 * buckets * n_context_classes(self.context_length_tokens)
+        return STEPS_IN_FLIGHT * 2 * buckets * n_context_classes(self.context_length_tokens)
 
 
 def samples(oplist: OpList) -> bool:
@@ -105,9 +105,8 @@ class DeviceModel:
         self.sampling: SamplingBuffers | None = None
         if samples(oplist):
             self.sampling = SamplingBuffers(self.memory, limits.sampling(oplist.n_vocab))
-        drawn = None if self.sampling is None else self.sampling.address_of["tokens"]
-        self.decode_inputs = StepInputs(self.memory, limits.decode_inputs, STEPS_IN_FLIGHT, drawn)
-        self.prefill_inputs = StepInputs(self.memory, limits.prefill_inputs)
+        self.decode_inputs = DecodeInputs(self.memory, limits.decode_inputs, self.sampling)
+        self.prefill_inputs = PrefillInputs(self.memory, limits.prefill_inputs)
         scratch_bytes = self.kernels.scratch_bytes(oplist, limits.max_tokens, limits.max_outputs)
         scratch = self.memory.take("workspace", scratch_bytes, zeroed=True)
         self.kernels.prepare(oplist, limits.max_tokens, limits.max_outputs, scratch, self.sampling)

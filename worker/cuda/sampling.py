@@ -65,6 +65,11 @@ class SamplingBlock:
         self.sampled = views["sampled"].view(SAMPLED)
         self.tokens = views["tokens"].view(np.int32)
 
+    @property
+    def answer_addresses(self) -> tuple[int, int]:
+        """Of `tokens` and `sampled`."""
+        return self._host_address_of["tokens"], self._host_address_of["sampled"]
+
     def upload_pools(self, n_history: int, n_biases: int, drawn: Sequence[tuple[int, int]] = ()) -> None:
         """Queue the copies of what is in use; none in most steps. `drawn`: (index into the history, row of the step
         before, whose token belongs there).
@@ -78,7 +83,7 @@ class SamplingBlock:
             )
 
     def fetch(self, shape: StepShape) -> None:
-        """Queue the copy of the answers of a step."""
+        """Queue the copy of the answers of a step that does not send them itself."""
         if shape.sampling == "none" or not shape.n_outputs:
             return
         name, size = ("tokens", 4) if shape.sampling == "greedy" else ("sampled", SAMPLED.itemsize)

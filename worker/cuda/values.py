@@ -66,11 +66,26 @@ class InputAddresses:
 
 
 @dataclass(frozen=True, slots=True)
+class Mailbox:
+    """Pinned memory of the host that a decode step reads and writes in place.
+
+    `rows`: i32 [n_sequences, 4] as step_inputs.py has them; `samplers`: records. The answers go to `tokens` i32
+    [n_outputs] or to `sampled`, records of `sampler.SAMPLED`.
+    """
+
+    rows: int
+    samplers: int
+    tokens: int
+    sampled: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepShape:
     """What a launch needs to know of a step. A captured graph serves every step of one shape.
 
     `context_limit`: no position of the step is at or beyond it. `is_decode`: one token and one output a sequence.
     `n_tiles`: of prefill attention, 0 in decode. `sampling`: how the outputs become tokens; "none" leaves the logits.
+    `mailbox`: of a decode step.
     """
 
     n_tokens: int
@@ -81,3 +96,4 @@ class StepShape:
     inputs: InputAddresses
     n_tiles: int = 0
     sampling: Sampling = "full"
+    mailbox: Mailbox | None = None

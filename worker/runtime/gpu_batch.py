@@ -10,7 +10,7 @@ from worker.cuda.attention import prefill_tiles
 from worker.cuda.gpu_step import bucket_for, context_limit_for
 from worker.cuda.sampler import STATUS_WORDS
 from worker.cuda.sampling import SamplingBlock, SamplingBuffers
-from worker.cuda.step_inputs import InputBlock, StepInputs
+from worker.cuda.step_inputs import DecodeInputs, InputBlock, PrefillInputs
 from worker.cuda.values import Sampling, StepShape
 from worker.runtime.executor import Output, SampledToken, SequencePart, StepBatch, StepFailed
 from worker.runtime.gpu_samplers import NO_POOLS, PoolUse, SamplerWriter
@@ -18,16 +18,12 @@ from worker.runtime.gpu_samplers import NO_POOLS, PoolUse, SamplerWriter
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step whose inputs lie in pinned memory, those of sampling in the sampling block of the same slot.
-
-    `tokens_are_drawn`: its token ids are on the device, where the step before drew them.
-    """
+    """A step whose inputs lie in pinned memory, those of sampling in the sampling block of the same slot."""
 
     shape: StepShape
     block: InputBlock
     outputs: tuple[Output, ...]
     pools: PoolUse
-    tokens_are_drawn: bool = False
 
 
 class BatchWriter:
@@ -35,15 +31,13 @@ class BatchWriter:
     page.
     """
 
-    def __init__(self, decode: StepInputs, prefill: StepInputs, tile_rows: int, scratch_page: int) -> None:
+    def __init__(
+        self, decode: DecodeInputs, prefill: PrefillInputs, tile_rows: int, scratch_page: int
+    ) -> None:
         self._decode, self._prefill = decode, prefill
         self._tile_rows, self._scratch_pages = tile_rows, (scratch_page,)
         self._slot = 0  # of the next decode step
         self._sampler_writers: dict[InputBlock, SamplerWriter] = {}
-        bucket = decode.limits.max_tokens
-        for block in decode.blocks:
-            block.sequence_of_token[:bucket] = np.arange(bucket)
-            block.output_rows[:bucket] = np.arange(bucket)
 
     def write(self, batch: StepBatch, sampling: SamplingBuffers | None) -> PreparedStep:
         """`sampling` None: another part of the machine has the head."""
@@ -61,24 +55,28 @@ class BatchWriter:
         self._slot = (self._slot + 1) % len(self._decode.blocks)
         bucket = bucket_for(count)
         assert bucket is not None
-        positions = [part.first_position for part in batch.parts]
-        padding = [0] * (bucket - count)
-        block.positions[:bucket] = positions + padding
-        tokens = [part.token_ids[0] for part in batch.parts]
-        if not batch.tokens_are_drawn:
-            block.token_ids[:bucket] = tokens + padding
+        n_positions = 0
         for row, part in enumerate(batch.parts):
-            block.page_tables.set(row, part.page_ids, part.first_position + 1)
+            block.set_row(row, part.token_ids[0], part.first_position, part.page_ids)
+            n_positions = max(n_positions, part.first_position + 1)
         for row in range(count, bucket):
-            block.page_tables.set(row, self._scratch_pages, 1)
+            block.set_row(row, 0, 0, self._scratch_pages)
         outputs = tuple(part.outputs[0] for part in batch.parts)
         kind, pools = self._write_samplers(block, outputs, bucket, sampling)
-        limit = context_limit_for(max(positions) + 1)
-        shape = StepShape(bucket, bucket, bucket, limit, True, block.inputs.addresses, 0, kind)
-        return PreparedStep(shape, block, outputs, pools, batch.tokens_are_drawn)
+        shape = StepShape(
+            n_tokens=bucket,
+            n_sequences=bucket,
+            n_outputs=bucket,
+            context_limit=context_limit_for(n_positions),
+            is_decode=True,
+            inputs=self._decode.addresses,
+            sampling=kind,
+            mailbox=block.mailbox,
+        )
+        return PreparedStep(shape, block, outputs, pools)
 
     def _write_prefill(self, batch: StepBatch, sampling: SamplingBuffers | None) -> PreparedStep:
-        (block,) = self._prefill.blocks
+        block = self._prefill
         outputs: list[Output] = []
         first = np.zeros(len(batch.parts) + 1, np.int32)
         row = n_positions = 0
@@ -98,7 +96,7 @@ class BatchWriter:
             n_outputs=len(outputs),
             context_limit=context_limit_for(n_positions),
             is_decode=False,
-            inputs=block.inputs.addresses,
+            inputs=block.addresses,
             n_tiles=n_tiles,
             sampling=kind,
         )
@@ -114,13 +112,13 @@ class BatchWriter:
             writer = self._sampler_writers[block] = SamplerWriter(block, sampling.blocks[block.slot])
         return writer.write(outputs, n_rows)
 
-    def _write_tiles(self, block: InputBlock, sequence_first: np.ndarray) -> int:
+    def _write_tiles(self, block: PrefillInputs, sequence_first: np.ndarray) -> int:
         tiles = prefill_tiles(sequence_first, block.positions, self._tile_rows)
         block.tiles[: len(tiles)] = tiles
         return len(tiles)
 
 
-def _write_part(block: InputBlock, part: SequencePart, row: int, end: int, sequence: int) -> None:
+def _write_part(block: PrefillInputs, part: SequencePart, row: int, end: int, sequence: int) -> None:
     block.token_ids[row:end] = part.token_ids
     block.positions[row:end] = np.arange(part.first_position, part.first_position + end - row)
     block.sequence_of_token[row:end] = sequence

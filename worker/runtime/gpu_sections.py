@@ -62,7 +62,8 @@ class GpuSection:
         launches = model.launches[begin:end]
         self._residual, self._receives, self._sends = residual, receives, sends
         self._has_head = any(launch.kind == OpKind.SAMPLE for launch in launches)
-        self._step = GpuStep(model.device, launches, Exchange(self._before, self._after))
+        exchange = Exchange(self._before, self._after, model.kernels.receive, self._send)
+        self._step = GpuStep(model.device, launches, exchange)
         self._step_now: PreparedStep | None = None  # for the exchange
 
     @property
@@ -72,7 +73,7 @@ class GpuSection:
     def _before(self, shape: StepShape) -> None:
         step = self._step_now
         assert step is not None
-        self._own_block(step).upload(shape.n_sequences, with_tokens=not step.tokens_are_drawn)
+        self._own_block(step).upload(shape.n_sequences)
         if self._has_head and self.model.sampling is not None:
             sampling = self.model.sampling.blocks[step.block.slot]
             sampling.upload_pools(step.pools.n_history, step.pools.n_biases, step.pools.drawn)
@@ -86,8 +87,12 @@ class GpuSection:
         if self._sends and self._residual is not None:
             size_bytes = shape.n_tokens * self._residual.row_bytes
             self.model.device.copy_out(self._residual.address, self.model.buffer(RESIDUAL).values, size_bytes)
-        if self._has_head and self.model.sampling is not None:
+        if self._has_head and self.model.sampling is not None and not shape.is_decode:
             self.model.sampling.blocks[step.block.slot].fetch(shape)
+
+    def _send(self, shape: StepShape) -> None:
+        if self._has_head:
+            self.model.kernels.send(shape)
 
     def run(self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken] | None:
         """Raises StepCancelled, StepFailed for logits that can not be used."""
@@ -121,9 +126,9 @@ class GpuSection:
 
     def _own_block(self, prepared: PreparedStep) -> InputBlock:
         """This device's counterpart of the block that was filled."""
-        is_decode = prepared.shape.is_decode
-        inputs = self.model.decode_inputs if is_decode else self.model.prefill_inputs
-        return inputs.blocks[prepared.block.slot]
+        if prepared.shape.is_decode:
+            return self.model.decode_inputs.blocks[prepared.block.slot]
+        return self.model.prefill_inputs
 
     def _localised(self, prepared: PreparedStep) -> StepShape:
         """The shape with this device's addresses; another device's inputs are copied over."""
@@ -131,7 +136,10 @@ class GpuSection:
         if own is prepared.block:
             return prepared.shape
         own.copy_from(prepared.block)
-        return replace(prepared.shape, inputs=own.inputs.addresses)
+        addresses = (
+            self.model.decode_inputs if prepared.shape.is_decode else self.model.prefill_inputs
+        ).addresses
+        return replace(prepared.shape, inputs=addresses, mailbox=own.mailbox)
 
 
 class CpuSection:

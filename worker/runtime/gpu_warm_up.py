@@ -45,7 +45,7 @@ def warm_up(executor: Warmed, n_sequences: int, *, is_whole: bool) -> None:
         _tune(executor)
     for batch in batches:
         executor.run(batch, CancelFlag())
-        if batch.is_decode:  # the first step of a shape is not captured yet
+        if batch.is_decode:  # each of the two blocks of inputs has a graph of its own
             executor.run(batch, CancelFlag())
 
 
@@ -63,8 +63,12 @@ def usual_batches(executor: Warmed, n_sequences: int) -> Iterator[StepBatch]:
 
 def _enqueue_all(model: DeviceModel, shapes: list[StepShape]) -> None:
     for shape in shapes:
+        if shape.is_decode:
+            model.kernels.receive(shape)
         for launch in model.launches:
             launch.enqueue(shape)
+        if shape.is_decode:
+            model.kernels.send(shape)
 
 
 def _tune(executor: Warmed) -> None:
