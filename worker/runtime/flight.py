@@ -18,6 +18,13 @@ class Flight(msgspec.Struct, frozen=True, eq=False):
     began_s: float
     ticket: object | None
 
+    @property
+    def n_prompt_tokens(self) -> int:
+        """What it computes of prompts."""
+        if self.batch.is_decode:
+            return 0
+        return self.batch.n_tokens - sum(1 for _, n_tokens in self.plan if n_tokens == 1)
+
     def living(self) -> Plan:
         """Those who still want their part; others ended while it was queued."""
         return [entry for entry in self.plan if entry[0].pages is not None]

@@ -287,7 +287,7 @@ class Scheduler:
     def _land(self, flight: Flight) -> None:
         """Get the answers and deliver them. When the step fails, each request is tried by itself, so that one bad
         request does not end the others."""
-        self.board.begin_step({request.request_id for request, _ in flight.living()})
+        self.board.begin_step([request.request_id for request, _ in flight.plan])
         try:
             self._behind = self._follow(flight)
             answers = self._answers(flight)
@@ -301,7 +301,7 @@ class Scheduler:
         self._landed_s = now_s
         self.counters.steps += 1
         self.counters.executor_s += step_s
-        self._pace.note(step_s, flight.batch.n_tokens - sum(1 for _, n in flight.plan if n == 1))
+        self._pace.note(step_s, flight.n_prompt_tokens)
         self._deliver(flight, answers, now_s)
 
     def _answers(self, flight: Flight) -> list[SampledToken]:

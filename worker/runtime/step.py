@@ -5,6 +5,8 @@ Everything is allocated once. At one token a step Python writes a dozen integers
 
 from __future__ import annotations
 
+from ctypes import sizeof
+
 import numpy as np
 import numpy.typing as npt
 
@@ -54,6 +56,9 @@ class NativeExecutor:
         self._arrays = StepArrays(step.max_tokens, max_sequences, step.max_outputs, max_pages)
         self._slots = [_SamplerSlot(self._arrays.samplers[i]) for i in range(step.max_outputs)]
         self._sampled = list(self._arrays.sampled)
+        self._drawn = np.frombuffer(memoryview(self._arrays.sampled), np.int32)[
+            :: sizeof(SampledStruct) // 4
+        ].data
         self._page_tables = PageTables(self._arrays.page_tables)
         # memoryviews, since setting one number of an array takes a long way through numpy
         self._token_ids, self._positions = self._arrays.token_ids.data, self._arrays.positions.data
@@ -94,7 +99,12 @@ class NativeExecutor:
             raise StepFailed(str(error)) from error
         if not finished:
             raise StepCancelled("the step was cancelled")
-        return [_answer(sampled, output) for sampled, output in zip(self._sampled, outputs, strict=False)]
+        return [
+            SampledToken(self._drawn[row])
+            if output.sampler is not None and output.sampler.top < 0
+            else _with_logprobs(self._sampled[row])
+            for row, output in enumerate(outputs)
+        ]
 
     def _fill(self, batch: StepBatch) -> list[Output]:
         if batch.is_decode and batch.n_outputs == batch.n_tokens:
@@ -221,10 +231,7 @@ class _SamplerSlot:
         struct.n_bias = len(ids)
 
 
-def _answer(sampled: SampledStruct, output: Output) -> SampledToken:
-    wants_logprobs = output.sampler is None or output.sampler.top >= 0
-    if not wants_logprobs:
-        return SampledToken(sampled.token)
+def _with_logprobs(sampled: SampledStruct) -> SampledToken:
     count = sampled.n_top
     top = list(zip(sampled.top_ids[:count], sampled.top_logprobs[:count], strict=True))
     return SampledToken(sampled.token, sampled.logprob, top)
