@@ -184,7 +184,7 @@ class NativeExecutor:
 class _SamplerSlot:
     """One sampler struct of the batch; rewritten only as far as the output differs from the last one."""
 
-    __slots__ = ("_bias_ids", "_bias_values", "_history", "_sampler", "_struct")
+    __slots__ = ("_bias_ids", "_bias_values", "_draws", "_history", "_sampler", "_struct")
 
     def __init__(self, struct: SamplerStruct) -> None:
         self._struct = struct
@@ -192,6 +192,7 @@ class _SamplerSlot:
         self._bias_ids = np.zeros(1, np.int32)
         self._bias_values = np.full(1, FORCED_BIAS, np.float32)
         self._history = np.zeros(0, np.int32)
+        self._draws = False  # chance has a part in it
 
     def set(self, output: Output) -> None:
         if output.sampler is None:
@@ -199,11 +200,12 @@ class _SamplerSlot:
             return
         if output.sampler is not self._sampler:
             self._configure(output.sampler)
-        self._struct.draw = output.draw
-        if output.history:
+        if self._draws:
+            self._struct.draw = output.draw
+        if len(output.history) or len(self._history):
             self._history = np.asarray(output.history, np.int32)
             self._struct.history = self._history.ctypes.data
-        self._struct.n_history = len(output.history)
+            self._struct.n_history = len(self._history)
 
     def _configure(self, sampler: Sampler) -> None:
         struct, self._sampler = self._struct, sampler
@@ -212,6 +214,7 @@ class _SamplerSlot:
         struct.presence_penalty = sampler.presence_penalty
         struct.frequency_penalty = sampler.frequency_penalty
         struct.n_top = sampler.top
+        self._draws = sampler.temperature > 0
         self._set_bias(sampler.bias_ids, sampler.bias_values)
 
     def _force(self, output: Output) -> None:
@@ -220,7 +223,7 @@ class _SamplerSlot:
         greedy = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), (), output.top)
         self._configure(greedy)
         self._set_bias((output.target,), (float(FORCED_BIAS),))
-        self._struct.n_history = 0
+        self._struct.n_history, self._history = 0, self._history[:0]
 
     def _set_bias(self, ids: tuple[int, ...], values: tuple[float, ...]) -> None:
         struct = self._struct
