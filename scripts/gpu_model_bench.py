@@ -23,13 +23,22 @@ from plans.placement import GPU_ONLY, Placement
 from worker.client import Deadlines
 from worker.cuda.gpu_step import Exchange, GpuStep
 from worker.cuda.lowering import Launch
+from worker.cuda.sampling import STEPS_IN_FLIGHT
 from worker.cuda.values import StepShape
 from worker.engines.native import NativeEngine
 from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.oplist import OpKind
 from worker.ops.traffic import weight_bytes_per_token
 from worker.protocol import Generate, SamplingParams
-from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch, StepFailed
+from worker.runtime.executor import (
+    DRAWN,
+    CancelFlag,
+    Output,
+    Sampler,
+    SequencePart,
+    StepBatch,
+    StepFailed,
+)
 from worker.runtime.gpu_executor import GpuExecutor, step_batch_of
 from worker.runtime.load_gpu import load_gpu
 
@@ -155,19 +164,31 @@ def pages_of(executor: GpuExecutor, sequence: int, n_tokens: int) -> list[int]:
 
 
 def decode_s(executor: GpuExecutor, n_sequences: int, context: int) -> float:
-    """Median seconds of a decode step, whose tokens are fed back."""
-    ids = list(range(1, n_sequences + 1))
+    """Median seconds of a decode step, each queued behind the one before, as the scheduler does it."""
     pages = [pages_of(executor, s, context + DECODE_STEPS + 8) for s in range(n_sequences)]
-    times = []
-    for step in range(DECODE_STEPS):
+
+    def batch(step: int, first_token: int = 0) -> StepBatch:
+        """From `first_token` on, or of the tokens drawn by the step before."""
         parts = tuple(
-            SequencePart([token], context + step, page_ids, (Output(0, GREEDY),))
-            for token, page_ids in zip(ids, pages, strict=True)
+            SequencePart(
+                [first_token + s if first_token else DRAWN], context + step, page_ids, (Output(0, GREEDY),)
+            )
+            for s, page_ids in enumerate(pages)
         )
+        return StepBatch(parts, n_sequences, n_sequences, not first_token)
+
+    for step in range(STEPS_IN_FLIGHT):  # captures
+        executor.run(batch(step, 1), CancelFlag())
+    running = executor.submit(batch(STEPS_IN_FLIGHT, 1))
+    times = []
+    for step in range(STEPS_IN_FLIGHT + 1, DECODE_STEPS):
         started = time.perf_counter()
-        answers = executor.run(StepBatch(parts, n_sequences, n_sequences), CancelFlag())
+        behind = executor.submit(batch(step))
+        assert running is not None and behind is not None
+        executor.collect(running)
+        running = behind
         times.append(time.perf_counter() - started)
-        ids = [answer.id for answer in answers]
+    executor.collect(running)
     return sorted(times)[len(times) // 2]
 
 

@@ -214,7 +214,6 @@ class NumpyKernels:
 
     def receive(self, shape: StepShape) -> None:
         inputs, box = shape.inputs, shape.mailbox
-        assert box is not None
 
         def work() -> None:
             n_bytes = shape.n_outputs * SAMPLER.itemsize if shape.sampling == "full" else 0
@@ -235,7 +234,7 @@ class NumpyKernels:
         box = shape.mailbox
         if shape.sampling == "none":
             return
-        assert box is not None and self.sampling is not None
+        assert self.sampling is not None
         name, size = ("tokens", 4) if shape.sampling == "greedy" else ("sampled", SAMPLED.itemsize)
         source, target = self.sampling.address_of[name], getattr(box, name)
         self._submit(("send", shape.n_outputs), lambda: _copy(target, source, size * shape.n_outputs))
@@ -418,8 +417,10 @@ class NumpyKernels:
             answers = view(places["sampled"], (shape.n_outputs * SAMPLED.itemsize,), np.uint8).view(SAMPLED)
             samplers = self._samplers(shape)
             for row, sampler in enumerate(samplers):
-                first = places["history"] + 4 * int(sampler["first_history"])
-                _choose(answers[row], rows[row], sampler, view(first, (int(sampler["n_history"]),), np.int32))
+                first = shape.mailbox.history + 4 * int(sampler["first_history"])
+                history = view(first, (int(sampler["n_history"]),), np.int32)
+                drawn = view(places["tokens"], (row + 1,), np.int32)[row]
+                _choose(answers[row], rows[row], sampler, np.where(history < 0, drawn, history))
             view(places["tokens"], (shape.n_outputs,), np.int32)[:] = answers["token"]
 
         self._submit(("sample", shape.sampling, shape.n_outputs, n_vocab), work)

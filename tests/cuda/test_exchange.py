@@ -26,7 +26,7 @@ def step_shape(machine: Machine, n_rows: int, rows: np.ndarray, sampling: Sampli
         page_tables=machine.put(np.full((n_rows, MAX_PAGES), BEFORE, np.int32)),
         max_pages=MAX_PAGES,
     )
-    box = Mailbox(machine.put(rows), machine.put(samplers), 0, 0)
+    box = Mailbox(machine.put(rows), machine.put(samplers))
     return StepShape(n_rows, n_rows, n_rows, 1024, True, inputs, 0, sampling, box)
 
 

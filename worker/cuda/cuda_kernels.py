@@ -122,7 +122,7 @@ class CudaKernels(KernelSet):
         exchange.receive(self.launcher, shape)
 
     def send(self, shape: StepShape) -> None:
-        if shape.sampling == "none" or self._sampling is None or shape.mailbox is None:
+        if shape.sampling == "none" or self._sampling is None or not shape.n_outputs:
             return
         name = "tokens" if shape.sampling == "greedy" else "sampled"
         target, answers = getattr(shape.mailbox, name), self._sampling.address_of[name]
@@ -350,9 +350,9 @@ class CudaKernels(KernelSet):
             shape.n_outputs,
             n_vocab,
             shape.inputs.samplers,
-            places["history"],
-            places["bias_ids"],
-            places["bias_values"],
+            shape.mailbox.history,
+            shape.mailbox.bias_ids,
+            shape.mailbox.bias_values,
             places["sampled"],
             places["tokens"],
             sampling.workspace,

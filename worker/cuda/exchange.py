@@ -17,7 +17,6 @@ c_int = ctypes.c_int32
 def receive(launcher: Launcher, shape: StepShape) -> None:
     """Token ids, positions, new pages and, where tokens are drawn, samplers of `shape.mailbox` to `shape.inputs`."""
     inputs, box = shape.inputs, shape.mailbox
-    assert box is not None
     n_sampler_words = SAMPLER.itemsize // 4 * shape.n_outputs if shape.sampling == "full" else 0
     args = (
         box.rows,

@@ -54,8 +54,8 @@ class Counters(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Exchange:
-    """`before` and `after` queue what a step copies: metadata and residual in, residual and answers out. `receive` and
-    `send` queue the kernels by which a decode step does it itself; they are a part of its graph.
+    """`before` and `after` queue what a step copies, metadata and residual in, residual out. `receive` and `send` queue
+    the kernels by which it takes and leaves the rest; they are a part of a decode step's graph.
     """
 
     before: Callable[[StepShape], None]
@@ -110,6 +110,7 @@ class GpuStep:
         """Run any other step to its end; False when it was cancelled between two layers."""
         self.counters.eager_steps += 1
         self._exchange.before(shape)
+        self._exchange.receive(shape)
         layer, marks = -1, []
         for launch in self._launches:
             if launch.layer != layer:
@@ -121,6 +122,7 @@ class GpuStep:
                     self._device.synchronize()
                     return False
             launch.enqueue(shape)
+        self._exchange.send(shape)
         self._exchange.after(shape)
         self._device.synchronize()
         return True

@@ -106,7 +106,7 @@ class DeviceModel:
         if samples(oplist):
             self.sampling = SamplingBuffers(self.memory, limits.sampling(oplist.n_vocab))
         self.decode_inputs = DecodeInputs(self.memory, limits.decode_inputs, self.sampling)
-        self.prefill_inputs = PrefillInputs(self.memory, limits.prefill_inputs)
+        self.prefill_inputs = PrefillInputs(self.memory, limits.prefill_inputs, self.sampling)
         scratch_bytes = self.kernels.scratch_bytes(oplist, limits.max_tokens, limits.max_outputs)
         scratch = self.memory.take("workspace", scratch_bytes, zeroed=True)
         self.kernels.prepare(oplist, limits.max_tokens, limits.max_outputs, scratch, self.sampling)

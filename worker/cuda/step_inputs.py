@@ -81,10 +81,10 @@ class PrefillInputs(_DeviceBlock):
     """
 
     slot = 0
-    mailbox: Mailbox | None = None
 
-    def __init__(self, memory: DeviceMemory, limits: InputLimits) -> None:
+    def __init__(self, memory: DeviceMemory, limits: InputLimits, sampling: SamplingBuffers | None) -> None:
         super().__init__(memory, limits)
+        self.mailbox = Mailbox() if sampling is None else Mailbox(**sampling.blocks[self.slot].address_of)
         self._host = self.device.host_buffer(limits.total_bytes)
         offset, views = 0, {}
         for name, size_bytes in limits.section_bytes().items():
@@ -122,8 +122,8 @@ class DecodeInputs(_DeviceBlock):
     def __init__(self, memory: DeviceMemory, limits: InputLimits, sampling: SamplingBuffers | None) -> None:
         super().__init__(memory, limits, None if sampling is None else sampling.address_of["tokens"])
         self.held_tables: list[tuple[Sequence[int], int]] = [((), 0)] * limits.max_sequences
-        answers = sampling.blocks if sampling is not None else (None,) * STEPS_IN_FLIGHT
-        self.blocks = tuple(DecodeBlock(self, slot, block) for slot, block in enumerate(answers))
+        beside = sampling.blocks if sampling is not None else (None,) * STEPS_IN_FLIGHT
+        self.blocks = tuple(DecodeBlock(self, slot, block) for slot, block in enumerate(beside))
         rows = np.arange(limits.max_sequences, dtype=np.int32)
         for address in (self.addresses.sequence_of_token, self.addresses.output_rows):
             self.blocks[0].copy_array(rows, address)
@@ -138,7 +138,7 @@ class DecodeBlock:
     kernels read the rest from the `mailbox`.
     """
 
-    def __init__(self, inputs: DecodeInputs, slot: int, answers: SamplingBlock | None) -> None:
+    def __init__(self, inputs: DecodeInputs, slot: int, sampling: SamplingBlock | None) -> None:
         self.inputs, self.slot, limits = inputs, slot, inputs.limits
         self._device: Device = inputs.device
         sizes = [ROW_BYTES * limits.max_sequences, SAMPLER.itemsize * limits.max_outputs]
@@ -155,8 +155,8 @@ class DecodeBlock:
         )
         self._whole_tables: list[tuple[int, int]] = []  # (row, pages) to copy
         self._tables_then: dict[int, tuple[Sequence[int], int]] = {}  # what the device will hold
-        tokens, sampled = (0, 0) if answers is None else answers.answer_addresses
-        self.mailbox = Mailbox(self._host.address, self._host.address + begins[1], tokens, sampled)
+        places = {} if sampling is None else sampling.address_of
+        self.mailbox = Mailbox(self._host.address, self._host.address + begins[1], **places)
 
     def set_row(self, row: int, token_id: int, position: int, page_ids: Sequence[int]) -> None:
         """A negative `token_id` is one that the step before draws. Row 0 has to be the first that is set."""

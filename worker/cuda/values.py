@@ -67,16 +67,20 @@ class InputAddresses:
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """Pinned memory of the host that a decode step reads and writes in place.
+    """Pinned memory of the host that a step reads and writes in place.
 
-    `rows`: i32 [n_sequences, 4] as step_inputs.py has them; `samplers`: records. The answers go to `tokens` i32
-    [n_outputs] or to `sampled`, records of `sampler.SAMPLED`.
+    `rows`: i32 [n_sequences, 4] as step_inputs.py has them, and `samplers`: records, in decode; else 0. `history` i32,
+    `bias_ids` i32, `bias_values` f32: the pools that samplers index. The answers go to `tokens` i32 [n_outputs] or to
+    `sampled`, records of `sampler.SAMPLED`. All but the first two are 0 where another device has the head.
     """
 
-    rows: int
-    samplers: int
-    tokens: int
-    sampled: int
+    rows: int = 0
+    samplers: int = 0
+    history: int = 0
+    bias_ids: int = 0
+    bias_values: int = 0
+    tokens: int = 0
+    sampled: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,6 @@ class StepShape:
 
     `context_limit`: no position of the step is at or beyond it. `is_decode`: one token and one output a sequence.
     `n_tiles`: of prefill attention, 0 in decode. `sampling`: how the outputs become tokens; "none" leaves the logits.
-    `mailbox`: of a decode step.
     """
 
     n_tokens: int
@@ -96,4 +99,4 @@ class StepShape:
     inputs: InputAddresses
     n_tiles: int = 0
     sampling: Sampling = "full"
-    mailbox: Mailbox | None = None
+    mailbox: Mailbox = Mailbox()

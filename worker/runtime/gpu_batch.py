@@ -13,7 +13,7 @@ from worker.cuda.sampling import SamplingBlock, SamplingBuffers
 from worker.cuda.step_inputs import DecodeInputs, InputBlock, PrefillInputs
 from worker.cuda.values import Sampling, StepShape
 from worker.runtime.executor import Output, SampledToken, SequencePart, StepBatch, StepFailed
-from worker.runtime.gpu_samplers import NO_POOLS, PoolUse, SamplerWriter
+from worker.runtime.gpu_samplers import SamplerWriter
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class PreparedStep:
     shape: StepShape
     block: InputBlock
     outputs: tuple[Output, ...]
-    pools: PoolUse
 
 
 class BatchWriter:
@@ -62,7 +61,7 @@ class BatchWriter:
         for row in range(count, bucket):
             block.set_row(row, 0, 0, self._scratch_pages)
         outputs = tuple(part.outputs[0] for part in batch.parts)
-        kind, pools = self._write_samplers(block, outputs, bucket, sampling)
+        kind = self._write_samplers(block, outputs, bucket, sampling)
         shape = StepShape(
             n_tokens=bucket,
             n_sequences=bucket,
@@ -73,7 +72,7 @@ class BatchWriter:
             sampling=kind,
             mailbox=block.mailbox,
         )
-        return PreparedStep(shape, block, outputs, pools)
+        return PreparedStep(shape, block, outputs)
 
     def _write_prefill(self, batch: StepBatch, sampling: SamplingBuffers | None) -> PreparedStep:
         block = self._prefill
@@ -89,7 +88,7 @@ class BatchWriter:
             n_positions = max(n_positions, part.first_position + len(part.token_ids))
             first[sequence + 1] = row = end
         n_tiles = self._write_tiles(block, first)
-        kind, pools = self._write_samplers(block, tuple(outputs), len(outputs), sampling)
+        kind = self._write_samplers(block, tuple(outputs), len(outputs), sampling)
         shape = StepShape(
             n_tokens=row,
             n_sequences=len(batch.parts),
@@ -99,14 +98,15 @@ class BatchWriter:
             inputs=block.addresses,
             n_tiles=n_tiles,
             sampling=kind,
+            mailbox=block.mailbox,
         )
-        return PreparedStep(shape, block, tuple(outputs), pools)
+        return PreparedStep(shape, block, tuple(outputs))
 
     def _write_samplers(
         self, block: InputBlock, outputs: tuple[Output, ...], n_rows: int, sampling: SamplingBuffers | None
-    ) -> tuple[Sampling, PoolUse]:
+    ) -> Sampling:
         if sampling is None or not outputs:
-            return "none", NO_POOLS
+            return "none"
         writer = self._sampler_writers.get(block)
         if writer is None:
             writer = self._sampler_writers[block] = SamplerWriter(block, sampling.blocks[block.slot])

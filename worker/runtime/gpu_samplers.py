@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from worker.cuda.sampling import MOST_BIASES, SamplingBlock
 from worker.cuda.step_inputs import InputBlock
 from worker.cuda.values import Sampling
-from worker.runtime.executor import DRAWN, Output, Sampler, StepFailed
+from worker.runtime.executor import Output, Sampler, StepFailed
 
 NO_TARGET = -1
 _GREEDY = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0)
@@ -23,20 +21,6 @@ _SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
-class PoolUse:
-    """How much of the pools a step uses. `drawn`: (index into the history, row of the step before) of penalised tokens
-    that are not known on the host yet.
-    """
-
-    n_history: int = 0
-    n_biases: int = 0
-    drawn: tuple[tuple[int, int], ...] = ()
-
-
-NO_POOLS = PoolUse()
-
-
 class SamplerWriter:
     """Fills the sampler records of one input block and the pools of the sampling block of its slot.
 
@@ -49,20 +33,19 @@ class SamplerWriter:
         self._n_padded = 0
         self._n_histories = 0  # the first so many records may name a history
 
-    def write(self, outputs: tuple[Output, ...], n_rows: int) -> tuple[Sampling, PoolUse]:
+    def write(self, outputs: tuple[Output, ...], n_rows: int) -> Sampling:
         """Records of the outputs, greedy ones up to `n_rows`. Raises StepFailed when a pool is full."""
         if all(_is_plain_greedy(output) for output in outputs):
-            return "greedy", NO_POOLS
+            return "greedy"
         samplers = [output.sampler for output in outputs]
-        n_biases = 0
         if samplers != self._known or n_rows != self._n_padded or None in samplers:
             self._known = []  # in case of an error
             n_biases = self._write_settings(outputs, n_rows)
             if not n_biases:  # the pool is not this writer's alone
                 self._known, self._n_padded = samplers, n_rows
         self._records["draw"][: len(outputs)] = [output.draw for output in outputs]
-        n_history, drawn = self._write_histories(outputs)
-        return "full", PoolUse(n_history, n_biases, drawn)
+        self._write_histories(outputs)
+        return "full"
 
     def _write_settings(self, outputs: tuple[Output, ...], n_rows: int) -> int:
         """Everything but draws and histories; returns how many biases there are."""
@@ -91,25 +74,21 @@ class SamplerWriter:
             record["target"], record["n_top"] = NO_TARGET, _GREEDY.top
             record["draw"] = record["n_history"] = record["n_bias"] = 0
 
-    def _write_histories(self, outputs: tuple[Output, ...]) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Length of the history pool, and the places in it that the device fills."""
+    def _write_histories(self, outputs: tuple[Output, ...]) -> None:
         if not self._n_histories and not any(output.history for output in outputs):
-            return 0, ()
-        pool, n_history, drawn = self._pools.history, 0, []
+            return
+        pool, n_history = self._pools.history, 0
         for row, output in enumerate(outputs):
             record, end = self._records[row], n_history + len(output.history)
             if end > len(pool):
                 raise StepFailed(f"the step has {end} penalised tokens, the GPU's pool holds {len(pool)}")
             pool[n_history:end] = output.history
             record["first_history"], record["n_history"] = n_history, len(output.history)
-            if output.history and output.history[-1] == DRAWN:
-                drawn.append((end - 1, row))
             n_history = end
         if n_history:
             self._n_histories = max(self._n_histories, len(outputs))
         elif len(outputs) >= self._n_histories:
             self._n_histories = 0
-        return n_history, tuple(drawn)
 
 
 def _is_plain_greedy(output: Output) -> bool:

@@ -62,7 +62,7 @@ class GpuSection:
         launches = model.launches[begin:end]
         self._residual, self._receives, self._sends = residual, receives, sends
         self._has_head = any(launch.kind == OpKind.SAMPLE for launch in launches)
-        exchange = Exchange(self._before, self._after, model.kernels.receive, self._send)
+        exchange = Exchange(self._before, self._after, self._receive, self._send)
         self._step = GpuStep(model.device, launches, exchange)
         self._step_now: PreparedStep | None = None  # for the exchange
 
@@ -74,21 +74,18 @@ class GpuSection:
         step = self._step_now
         assert step is not None
         self._own_block(step).upload(shape.n_sequences)
-        if self._has_head and self.model.sampling is not None:
-            sampling = self.model.sampling.blocks[step.block.slot]
-            sampling.upload_pools(step.pools.n_history, step.pools.n_biases, step.pools.drawn)
         if self._receives and self._residual is not None:
             size_bytes = shape.n_tokens * self._residual.row_bytes
             self.model.device.copy_in(self.model.buffer(RESIDUAL).values, self._residual.address, size_bytes)
 
     def _after(self, shape: StepShape) -> None:
-        step = self._step_now
-        assert step is not None
         if self._sends and self._residual is not None:
             size_bytes = shape.n_tokens * self._residual.row_bytes
             self.model.device.copy_out(self._residual.address, self.model.buffer(RESIDUAL).values, size_bytes)
-        if self._has_head and self.model.sampling is not None and not shape.is_decode:
-            self.model.sampling.blocks[step.block.slot].fetch(shape)
+
+    def _receive(self, shape: StepShape) -> None:
+        if shape.is_decode:
+            self.model.kernels.receive(shape)
 
     def _send(self, shape: StepShape) -> None:
         if self._has_head:

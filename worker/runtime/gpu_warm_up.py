@@ -67,8 +67,7 @@ def _enqueue_all(model: DeviceModel, shapes: list[StepShape]) -> None:
             model.kernels.receive(shape)
         for launch in model.launches:
             launch.enqueue(shape)
-        if shape.is_decode:
-            model.kernels.send(shape)
+        model.kernels.send(shape)
 
 
 def _tune(executor: Warmed) -> None:
