@@ -123,11 +123,11 @@ class HostDevice:
     def bind(self) -> None:
         """One memory serves all threads."""
 
-    def capture(self, enqueue: Callable[[], None]) -> _HostGraph:
+    def capture(self, enqueue: Callable[[], None]) -> HostGraph:
         self._recording = []
         try:
             enqueue()
-            return _HostGraph(self, self._recording)
+            return HostGraph(self, self._recording)
         finally:
             self._recording = None
 
@@ -144,7 +144,7 @@ def _copy(target: int, source: int, size_bytes: int) -> None:
 
 
 @dataclass
-class _HostGraph:
+class HostGraph:
     device: HostDevice
     work: list[Callable[[], None]]
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from configs.errors import EngineError
 from tests.cuda.devices import why_no_gpu
 from tests.cuda.executors import load, placement, prompt, synthetic_model
-from tests.cuda.host_device import HostDevice, NumpyKernels
+from tests.cuda.host_device import HostDevice, HostGraph, NumpyKernels, view
 from tests.cuda.run_ahead import (
     DRAWN,
     GREEDY,
@@ -104,3 +106,27 @@ def test_teacher_tokens_are_queued_too(executor: GpuExecutor) -> None:
 
 def test_streams_cross_pages(executor: GpuExecutor) -> None:
     assert check_same_events(executor, [request("a", DRAWN, n_prompt=20, max_tokens=50)]) == 48
+
+
+def test_a_launch_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not the page that a step would have named to the device: prompts of 20 tokens reach a second one."""
+    path, device = synthetic_model(tmp_path, "tiny-dense"), HostDevice()
+    executor = load(path, PLACEMENT, make_device=lambda _: device, make_kernels=NumpyKernels)
+    requests = [request("a", DRAWN, n_prompt=20, max_tokens=30)]
+    expected = events_of(OneByOne(executor), requests)
+    events_of(OneByOne(executor), [*requests, request("b", DRAWN, n_prompt=20)])  # has other second pages
+    launch, n_launches = HostGraph.launch, 0
+
+    def fail_every_other(graph: HostGraph) -> None:
+        nonlocal n_launches
+        n_launches += 1
+        if n_launches % 2:
+            raise EngineError("no launch")
+        launch(graph)
+
+    monkeypatch.setattr(HostGraph, "launch", fail_every_other)
+    assert events_of(CountingAhead(executor), requests) == expected
+    inputs = executor.models[0].decode_inputs
+    pages, used = inputs.held_tables[0]
+    assert used == 2 and view(inputs.addresses.page_tables, (used,), np.int32).tolist() == pages[:used]
+    executor.close()

@@ -121,12 +121,17 @@ class DecodeInputs(_DeviceBlock):
 
     def __init__(self, memory: DeviceMemory, limits: InputLimits, sampling: SamplingBuffers | None) -> None:
         super().__init__(memory, limits, None if sampling is None else sampling.address_of["tokens"])
-        self.held_tables: list[tuple[Sequence[int], int]] = [((), 0)] * limits.max_sequences
+        self.held_tables: list[tuple[Sequence[int], int]] = []  # by row: pages, and how many of them
+        self.forget_tables()
         beside = sampling.blocks if sampling is not None else (None,) * STEPS_IN_FLIGHT
         self.blocks = tuple(DecodeBlock(self, slot, block) for slot, block in enumerate(beside))
         rows = np.arange(limits.max_sequences, dtype=np.int32)
         for address in (self.addresses.sequence_of_token, self.addresses.output_rows):
             self.blocks[0].copy_array(rows, address)
+
+    def forget_tables(self) -> None:
+        """After a step that may not have run: the device may lack a page that was named to it."""
+        self.held_tables = [((), 0)] * self.limits.max_sequences
 
     def close(self) -> None:
         for block in self.blocks:
@@ -134,8 +139,8 @@ class DecodeInputs(_DeviceBlock):
 
 
 class DecodeBlock:
-    """Pinned memory of one decode step: `set_row` for each row, fill `samplers` (records of SAMPLER), then `upload`;
-    kernels read the rest from the `mailbox`.
+    """Pinned memory of one decode step: `begin`, `set_row` for each row, fill `samplers` (records of SAMPLER), then
+    `upload`; kernels read the rest from the `mailbox`.
     """
 
     def __init__(self, inputs: DecodeInputs, slot: int, sampling: SamplingBlock | None) -> None:
@@ -158,11 +163,12 @@ class DecodeBlock:
         places = {} if sampling is None else sampling.address_of
         self.mailbox = Mailbox(self._host.address, self._host.address + begins[1], **places)
 
+    def begin(self) -> None:
+        self._whole_tables.clear()
+        self._tables_then.clear()
+
     def set_row(self, row: int, token_id: int, position: int, page_ids: Sequence[int]) -> None:
-        """A negative `token_id` is one that the step before draws. Row 0 has to be the first that is set."""
-        if row == 0:
-            self._whole_tables.clear()
-            self._tables_then.clear()
+        """A negative `token_id` is one that the step before draws."""
         used = position // PAGE_TOKENS + 1
         known_ids, known = self.inputs.held_tables[row]
         page_index = page = -1

@@ -44,6 +44,10 @@ class BatchWriter:
             return self._write_decode(batch, sampling)
         return self._write_prefill(batch, sampling)
 
+    def forget(self) -> None:
+        """A step that was written may not have run."""
+        self._decode.forget_tables()
+
     def fits_bucket(self, batch: StepBatch) -> bool:
         """Whether a decode graph serves the batch."""
         one_each = batch.is_decode and batch.n_outputs == batch.n_tokens
@@ -55,6 +59,7 @@ class BatchWriter:
         bucket = bucket_for(count)
         assert bucket is not None
         n_positions = 0
+        block.begin()
         for row, part in enumerate(batch.parts):
             block.set_row(row, part.token_ids[0], part.first_position, part.page_ids)
             n_positions = max(n_positions, part.first_position + 1)

@@ -81,6 +81,7 @@ class GpuExecutor:
         try:
             return Ticket(prepared, section.start(prepared))
         except EngineError as error:
+            self._writer.forget()
             raise StepFailed(str(error)) from error
 
     def collect(self, ticket: object) -> list[SampledToken]:
@@ -94,6 +95,7 @@ class GpuExecutor:
             for section in self.sections:
                 answers = section.run(prepared, batch, cancel)
         except EngineError as error:
+            self._writer.forget()
             raise StepFailed(str(error)) from error
         return answers or []
 
