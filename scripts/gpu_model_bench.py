@@ -229,7 +229,7 @@ def first_not_finite(executor: GpuExecutor, ids: list[int], pages: list[int], po
     batch = Batch.of_sequence(ids, position, pages, all_outputs=False)
     prepared = executor._writer.write(step_batch_of(batch), None)
     shape = prepared.shape
-    prepared.block.upload(shape.n_sequences)
+    prepared.inputs.upload(shape.n_sequences)
     if shape.is_decode:
         model.kernels.receive(shape)
     for op, launch in zip(model.oplist.ops, model.launches, strict=True):

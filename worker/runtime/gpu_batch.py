@@ -21,7 +21,7 @@ class PreparedStep:
     """A step whose inputs lie in pinned memory, those of sampling in the sampling block of the same slot."""
 
     shape: StepShape
-    block: InputBlock
+    inputs: InputBlock
     outputs: tuple[Output, ...]
 
 

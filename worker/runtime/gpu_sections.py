@@ -119,20 +119,20 @@ class GpuSection:
 
     def _read(self, prepared: PreparedStep) -> list[SampledToken]:
         assert self.model.sampling is not None
-        return read_answers(prepared, self.model.sampling.blocks[prepared.block.slot])
+        return read_answers(prepared, self.model.sampling.blocks[prepared.inputs.slot])
 
     def _own_block(self, prepared: PreparedStep) -> InputBlock:
         """This device's counterpart of the block that was filled."""
         if prepared.shape.is_decode:
-            return self.model.decode_inputs.blocks[prepared.block.slot]
+            return self.model.decode_inputs.blocks[prepared.inputs.slot]
         return self.model.prefill_inputs
 
     def _localised(self, prepared: PreparedStep) -> StepShape:
         """The shape with this device's addresses; another device's inputs are copied over."""
         own = self._own_block(prepared)
-        if own is prepared.block:
+        if own is prepared.inputs:
             return prepared.shape
-        own.copy_from(prepared.block)
+        own.copy_from(prepared.inputs)
         addresses = (
             self.model.decode_inputs if prepared.shape.is_decode else self.model.prefill_inputs
         ).addresses

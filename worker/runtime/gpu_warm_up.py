@@ -79,7 +79,7 @@ def _tune(executor: Warmed) -> None:
     position = min(TUNED_CONTEXT_TOKENS, model.limits.context_length_tokens) - 1
     part = SequencePart([0], position, [0] * (position // PAGE_TOKENS + 1), (Output(0, GREEDY),))
     prepared = executor.prepare(StepBatch((part,), 1, 1))
-    prepared.block.upload(prepared.shape.n_sequences)
+    prepared.inputs.upload(prepared.shape.n_sequences)
     token_s = tune_edges(model.device, launcher, lambda: _enqueue_all(model, [prepared.shape]))
     weight_bytes = weight_bytes_per_token(model.oplist)
     log_breakdown(model.device, model.launches, prepared.shape, token_s, weight_bytes)
