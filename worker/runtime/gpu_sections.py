@@ -62,7 +62,7 @@ class GpuSection:
         launches = model.launches[begin:end]
         self._residual, self._receives, self._sends = residual, receives, sends
         self._has_head = any(launch.kind == OpKind.SAMPLE for launch in launches)
-        exchange = Exchange(self._before, self._after, self._receive, self._send)
+        exchange = Exchange(self._before, self._after, self._take_inputs, self._leave_answers)
         self._step = GpuStep(model.device, launches, exchange)
         self._step_now: PreparedStep | None = None  # for the exchange
 
@@ -83,11 +83,11 @@ class GpuSection:
             size_bytes = shape.n_tokens * self._residual.row_bytes
             self.model.device.copy_out(self._residual.address, self.model.buffer(RESIDUAL).values, size_bytes)
 
-    def _receive(self, shape: StepShape) -> None:
+    def _take_inputs(self, shape: StepShape) -> None:
         if shape.is_decode:
             self.model.kernels.receive(shape)
 
-    def _send(self, shape: StepShape) -> None:
+    def _leave_answers(self, shape: StepShape) -> None:
         if self._has_head:
             self.model.kernels.send(shape)
 
