@@ -78,10 +78,11 @@ def device_need(
 
 
 def _n_graphs(context: int, max_sequences: int) -> int:
-    """At most: one for each power of two of sequences and of contexts from 1,024 on, greedy or not."""
+    """At most: one for each power of two of sequences and of contexts from 1,024 on, greedy or not, and as many for the
+    steps that are queued behind others."""
     buckets = (min(max_sequences, 32) - 1).bit_length() + 1
     classes = (max(context, 1024) - 1).bit_length() - 9
-    return 2 * buckets * classes
+    return 2 * 2 * buckets * classes
 
 
 def _workspace_bytes(
