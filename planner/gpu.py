@@ -94,7 +94,7 @@ def _workspace_bytes(
     size = tokens * sum(widths) * 6.25  # f32, codes, scales and sums, or halves
     if use.has_head:
         n_vocab = card.n_vocab or 150_000
-        size += outputs * (12 * n_vocab + 4 * context + 16 * (card.n_embd or 4096)) + MIB
+        size += outputs * (12 * n_vocab + 16 * (card.n_embd or 4096)) + MIB
     size += max((_scratch_bytes(unit, tokens) for unit in units), default=0)
     return int(size) + 24 * MIB + 4 * (max_sequences + 40) * (context // 32 + 2)
 
