@@ -87,10 +87,11 @@ def device_need(
 
 
 def _n_graphs(context: int, max_sequences: int) -> int:
-    """At most: one for each power of two of sequences and of contexts from 1,024 on, greedy or not."""
+    """At most: one for each power of two of sequences and of contexts from 1,024 on, greedy or not, and as many for the
+    steps that are queued behind others."""
     buckets = (min(max_sequences, 32) - 1).bit_length() + 1
     classes = (max(context, 1024) - 1).bit_length() - 9
-    return 2 * buckets * classes
+    return 2 * 2 * buckets * classes
 
 
 def _workspace_bytes(
@@ -102,7 +103,7 @@ def _workspace_bytes(
     size = tokens * sum(widths) * 6.25  # f32, codes, scales and sums, or halves
     if use.has_head:
         n_vocab = card.n_vocab or 150_000
-        size += outputs * (12 * n_vocab + 4 * context + 16 * (card.n_embd or 4096)) + MIB
+        size += outputs * (12 * n_vocab + 16 * (card.n_embd or 4096)) + MIB
     size += max((_scratch_bytes(unit, tokens) for unit in units), default=0)
     return int(size) + 24 * MIB + 4 * (max_sequences + 40) * (context // 32 + 2)
 

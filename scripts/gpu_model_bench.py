@@ -23,13 +23,22 @@ from plans.placement import GPU_ONLY, Placement
 from worker.client import Deadlines
 from worker.cuda.gpu_step import Exchange, GpuStep
 from worker.cuda.lowering import Launch
+from worker.cuda.sampling import STEPS_IN_FLIGHT
 from worker.cuda.values import StepShape
 from worker.engines.native import NativeEngine
 from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.oplist import OpKind
 from worker.ops.traffic import weight_bytes_per_token
 from worker.protocol import Generate, SamplingParams
-from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch, StepFailed
+from worker.runtime.executor import (
+    DRAWN,
+    CancelFlag,
+    Output,
+    Sampler,
+    SequencePart,
+    StepBatch,
+    StepFailed,
+)
 from worker.runtime.gpu_executor import GpuExecutor, step_batch_of
 from worker.runtime.load_gpu import load_gpu
 
@@ -155,19 +164,31 @@ def pages_of(executor: GpuExecutor, sequence: int, n_tokens: int) -> list[int]:
 
 
 def decode_s(executor: GpuExecutor, n_sequences: int, context: int) -> float:
-    """Median seconds of a decode step, whose tokens are fed back."""
-    ids = list(range(1, n_sequences + 1))
+    """Median seconds of a decode step, each queued behind the one before, as the scheduler does it."""
     pages = [pages_of(executor, s, context + DECODE_STEPS + 8) for s in range(n_sequences)]
-    times = []
-    for step in range(DECODE_STEPS):
+
+    def batch(step: int, first_token: int = 0) -> StepBatch:
+        """From `first_token` on, or of the tokens drawn by the step before."""
         parts = tuple(
-            SequencePart([token], context + step, page_ids, (Output(0, GREEDY),))
-            for token, page_ids in zip(ids, pages, strict=True)
+            SequencePart(
+                [first_token + s if first_token else DRAWN], context + step, page_ids, (Output(0, GREEDY),)
+            )
+            for s, page_ids in enumerate(pages)
         )
+        return StepBatch(parts, n_sequences, n_sequences, not first_token)
+
+    for step in range(STEPS_IN_FLIGHT):  # captures
+        executor.run(batch(step, 1), CancelFlag())
+    running = executor.submit(batch(STEPS_IN_FLIGHT, 1))
+    times = []
+    for step in range(STEPS_IN_FLIGHT + 1, DECODE_STEPS):
         started = time.perf_counter()
-        answers = executor.run(StepBatch(parts, n_sequences, n_sequences), CancelFlag())
+        behind = executor.submit(batch(step))
+        assert running is not None and behind is not None
+        executor.collect(running)
+        running = behind
         times.append(time.perf_counter() - started)
-        ids = [answer.id for answer in answers]
+    executor.collect(running)
     return sorted(times)[len(times) // 2]
 
 
@@ -209,6 +230,8 @@ def first_not_finite(executor: GpuExecutor, ids: list[int], pages: list[int], po
     prepared = executor._writer.write(step_batch_of(batch), None)
     shape = prepared.shape
     prepared.inputs.upload(shape.n_sequences)
+    if shape.is_decode:
+        model.kernels.receive(shape)
     for op, launch in zip(model.oplist.ops, model.launches, strict=True):
         before = {index: largest(executor, index, shape) for index in op.inputs}
         launch.enqueue(shape)
@@ -264,7 +287,7 @@ def breakdown(executor: GpuExecutor) -> Iterator[tuple[str, str]]:
 
 
 def graph_s(executor: GpuExecutor, launches: tuple[Launch, ...], shape: StepShape) -> float:
-    nothing = Exchange(lambda _: None, lambda _: None)
+    nothing = Exchange(*[lambda _: None] * 4)
     step = GpuStep(executor.models[0].device, launches, nothing)
     times = []
     for _ in range(12):

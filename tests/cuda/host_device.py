@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from configs.errors import EngineStartError
 from worker.cuda.kv_cache import KvLayerArrays
-from worker.cuda.sampler import SAMPLED
+from worker.cuda.sampler import SAMPLED, SAMPLER
 from worker.cuda.sampling import SamplingBuffers
 from worker.cuda.upload import FeedPlan
 from worker.cuda.values import Rows, RowTable, StepShape
@@ -46,7 +47,11 @@ class _HostBuffer:
 
 @dataclass
 class HostDevice:
-    """A Device of `total_bytes` whose memory is the host's. `log` has the name of every queued piece of work."""
+    """A Device of `total_bytes` whose memory is the host's. `log` has the name of every queued piece of work.
+
+    Work waits until it is asked for, as late as a real device could do it: what the host changes too early, or reads
+    without waiting, is seen.
+    """
 
     ordinal: int = 0
     total_bytes: int = 8 << 30
@@ -61,6 +66,8 @@ class HostDevice:
     def __post_init__(self) -> None:
         self._allocations: dict[int, NDArray[np.uint8]] = {}
         self._recording: list[Callable[[], None]] | None = None
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._n_done = 0
 
     def used_bytes(self) -> int:
         return sum(array.nbytes - 256 for array in self._allocations.values())
@@ -81,6 +88,7 @@ class HostDevice:
         return address
 
     def release(self, address: int) -> None:
+        self.synchronize()
         del self._allocations[address]
 
     def host_buffer(self, size_bytes: int) -> _HostBuffer:
@@ -94,7 +102,10 @@ class HostDevice:
             self._recording.append(work)
             return
         self.log.append(name)
-        work()
+        self._waiting.append(work)
+
+    def queue(self, work: list[Callable[[], None]]) -> None:
+        self._waiting.extend(work)
 
     def copy_in(self, target: int, source: int, size_bytes: int) -> None:
         self.submit("copy_in", lambda: _copy(target, source, size_bytes))
@@ -105,22 +116,24 @@ class HostDevice:
         self.submit("fill_zero", lambda: void(ctypes.memset(address, 0, size_bytes)))
 
     def synchronize(self) -> None:
-        """Work was done when it was queued."""
+        self.await_mark(self.mark())
 
-    def mark(self) -> None:
-        return None
+    def mark(self) -> int:
+        return self._n_done + len(self._waiting)
 
-    def await_mark(self, mark: None) -> None:
-        """As `synchronize`."""
+    def await_mark(self, mark: int) -> None:
+        while self._n_done < mark:
+            self._n_done += 1
+            self._waiting.popleft()()
 
     def bind(self) -> None:
         """One memory serves all threads."""
 
-    def capture(self, enqueue: Callable[[], None]) -> _HostGraph:
+    def capture(self, enqueue: Callable[[], None]) -> HostGraph:
         self._recording = []
         try:
             enqueue()
-            return _HostGraph(self, self._recording)
+            return HostGraph(self, self._recording)
         finally:
             self._recording = None
 
@@ -158,14 +171,13 @@ def _copy(target: int, source: int, size_bytes: int) -> None:
 
 
 @dataclass
-class _HostGraph:
+class HostGraph:
     device: HostDevice
     work: list[Callable[[], None]]
 
     def launch(self) -> None:
         self.device.graph_launches += 1
-        for one in self.work:
-            one()
+        self.device.queue(self.work)
 
 
 @dataclass(frozen=True)
@@ -229,6 +241,33 @@ class NumpyKernels:
         sampling: SamplingBuffers | None,
     ) -> None:
         self.sampling = sampling
+
+    def receive(self, shape: StepShape) -> None:
+        inputs, box = shape.inputs, shape.mailbox
+
+        def work() -> None:
+            n_bytes = shape.n_outputs * SAMPLER.itemsize if shape.sampling == "full" else 0
+            _copy(inputs.samplers, box.samplers, n_bytes)
+            for row, (token, position, index, page) in enumerate(
+                view(box.rows, (shape.n_sequences, 4), np.int32)
+            ):
+                view(inputs.positions, (row + 1,), np.int32)[row] = position
+                if token >= 0:
+                    view(inputs.token_ids, (row + 1,), np.int32)[row] = token
+                if index >= 0:
+                    at = row * inputs.max_pages + index
+                    view(inputs.page_tables, (at + 1,), np.int32)[at] = page
+
+        self._submit(("receive", shape.n_sequences), work)
+
+    def send(self, shape: StepShape) -> None:
+        box = shape.mailbox
+        if shape.sampling == "none":
+            return
+        assert self.sampling is not None
+        name, size = ("tokens", 4) if shape.sampling == "greedy" else ("sampled", SAMPLED.itemsize)
+        source, target = self.sampling.address_of[name], getattr(box, name)
+        self._submit(("send", shape.n_outputs), lambda: _copy(target, source, size * shape.n_outputs))
 
     def embed(self, shape: StepShape, table: RowTable, out: Rows, scale: float) -> None:
         def work() -> None:
@@ -407,21 +446,30 @@ class NumpyKernels:
                 return
             answers = view(places["sampled"], (shape.n_outputs * SAMPLED.itemsize,), np.uint8).view(SAMPLED)
             samplers = self._samplers(shape)
-            for row in range(shape.n_outputs):
-                _choose(answers[row], rows[row], samplers[row])
+            for row, sampler in enumerate(samplers):
+                first = shape.mailbox.history + 4 * int(sampler["first_history"])
+                history = view(first, (int(sampler["n_history"]),), np.int32)
+                drawn = view(places["tokens"], (row + 1,), np.int32)[row]
+                _choose(answers[row], rows[row], sampler, np.where(history < 0, drawn, history))
+            view(places["tokens"], (shape.n_outputs,), np.int32)[:] = answers["token"]
 
         self._submit(("sample", shape.sampling, shape.n_outputs, n_vocab), work)
 
     def _samplers(self, shape: StepShape) -> NDArray[Any]:
-        from worker.cuda.sampler import SAMPLER
-
         size = shape.n_outputs * SAMPLER.itemsize
         return view(shape.inputs.samplers, (size,), np.uint8).view(SAMPLER)
 
 
-def _choose(answer: np.void, logits: NDArray[np.float32], sampler: np.void) -> None:
-    """The largest logit or the target, with log probabilities; biases, penalties and chance are the real kernel's."""
+def _choose(
+    answer: np.void, logits: NDArray[np.float32], sampler: np.void, history: NDArray[np.int32]
+) -> None:
+    """The largest logit or the target, with log probabilities; biases, penalties and chance are the real kernel's. With
+    a temperature one of the five largest, by all that chance and penalties of the real one depend on.
+    """
     token = int(sampler["target"]) if sampler["target"] >= 0 else int(logits.argmax())
+    if sampler["target"] < 0 and sampler["temperature"] > 0:
+        mixed = int(sampler["seed"]) * 31 + int(sampler["draw"]) * 7 + int((history * 3 + 1).sum())
+        token = int(np.argsort(-logits, kind="stable")[mixed % 5])
     logprobs = logits - (logits.max() + np.log(np.exp(logits - logits.max(), dtype=np.float64).sum()))
     n_top = int(sampler["n_top"])
     answer["token"], answer["status"], answer["n_top"] = token, 0, max(0, n_top)

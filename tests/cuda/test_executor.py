@@ -78,7 +78,7 @@ def test_prefill_decode_and_mixed_batches_match_the_reference(model: Path) -> No
 def test_a_decoded_token_is_one_graph_launch(model: Path) -> None:
     device = HostDevice()
     executor = on_host(model, device)
-    generate(executor, [prompt(3, N_VOCAB)], 2, PAGES[:1])  # captures
+    generate(executor, [prompt(3, N_VOCAB)], 3, PAGES[:1])  # captures
     before, queued = device.graph_launches, len(device.log)
     generate(executor, [prompt(3, N_VOCAB)], 1, PAGES[:1])
     eager = len(device.log)
@@ -107,7 +107,7 @@ def test_warming_up_captures_decode_and_leaves_nothing_behind(tmp_path: Path) ->
         make_device=lambda _: device,
         make_kernels=NumpyKernels,
     )
-    assert executor.counters.graphs_captured == 3  # one and two sequences greedy, one drawn
+    assert executor.counters.graphs_captured == 6  # one and two sequences greedy, one drawn; twice each
     before = executor.counters.graph_launches
     generated = generate(executor, [prompt(6, N_VOCAB)], 5, PAGES[:1])
     assert executor.counters.graph_launches - before == 4
@@ -224,8 +224,8 @@ def test_the_order_of_kernels_is_that_of_the_ops(model: Path) -> None:
     per_step = len(names) // 2  # run, then captured
     ffn = ["router", "moe"] if "moe" in model.stem else ["linear", "glu", "linear"]
     layer = ["rms_norm", "linear", "rope_store", "attention", "linear", "rms_norm", *ffn]
-    assert names[:per_step] == ["embed", *layer * 4, "select", "rms_norm", "linear"]
+    assert names[:per_step] == ["receive", "embed", *layer * 4, "select", "rms_norm", "linear"]
     calls = kernels[0].calls
-    assert calls[2] == ("linear", 1, 256, (256, 128, 128), False)
-    assert calls[4] == ("attention", 1, 1024, False, 0)
+    assert calls[3] == ("linear", 1, 256, (256, 128, 128), False)
+    assert calls[5] == ("attention", 1, 1024, False, 0)
     executor.close()

@@ -68,7 +68,8 @@ class Rows:
         self.biases: list[dict[int, float]] = [{} for _ in logits]
         self.workspace = machine.zeros(sampler.workspace_bytes(len(logits), logits.shape[1]))
 
-    def run(self) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, before: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """`before`: what `tokens` holds."""
         put, n = self.machine.put, len(self.logits)
         first = first_bias = 0
         for row in range(n):
@@ -79,7 +80,7 @@ class Rows:
         ids = [token for bias in self.biases for token in bias]
         values = [value for bias in self.biases for value in bias.values()]
         sampled = self.machine.empty(n, sampler.SAMPLED)
-        tokens = self.machine.empty(n, np.int32)
+        tokens = self.machine.empty(n, np.int32) if before is None else put(before)
         sampler.sample(
             self.machine.launcher,
             put(self.logits),
@@ -212,6 +213,19 @@ def test_penalties_and_bias(machine: Machine, rng: np.random.Generator) -> None:
         sampled, _ = rows.run()
         assert sampled["token"].tolist() == [rows.expected(row) for row in range(6)]
     assert sampled["token"][4] == 7
+
+
+def test_a_penalised_token_may_still_be_where_it_was_drawn(
+    machine: Machine, rng: np.random.Generator
+) -> None:
+    """-1 in a history stands for the token of the same row that the step before left in `tokens`."""
+    rows = Rows(machine, 3 * rng.standard_normal((4, 1200)), temperature=0.0, repeat_penalty=2.0)
+    rows.logits[:, 0] = 100.0
+    best = np.argsort(-rows.logits, axis=1, kind="stable")[:, 1]
+    rows.samplers["frequency_penalty"] = 200.0
+    rows.histories = [np.array([5, -1], np.int32)] * 4
+    _, tokens = rows.run(np.array([0, 0, 5, 1100], np.int32))
+    assert tokens.tolist() == [best[0], best[1], 0, 0]
 
 
 def test_impossible_rows_say_why(machine: Machine) -> None:

@@ -6,9 +6,15 @@ A page that was reused wrongly, shared while written, or not copied gives other 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
 
 from worker.runtime.executor import (
+    DRAWN,
     PAGE_TOKENS,
     CancelFlag,
     Output,
@@ -141,6 +147,80 @@ class FakeExecutor:
             if left <= 0:
                 return
             time.sleep(min(left, 0.005))
+
+
+class AheadExecutor(FakeExecutor):
+    """Implements `RunsAhead` as well. Decode steps are computed when their answers are asked for, or when anything else
+    is, in the order in which they were submitted; a step that fails then says so when it is collected.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.n_behind = 0  # steps that were queued behind another
+        self._queued: deque[_Queued] = deque()
+        self._drawn: list[int] = []  # by the step computed last
+
+    def submit(self, batch: StepBatch) -> object | None:
+        assert len(self._queued) < 2, "two steps are in flight already"
+        if not batch.is_decode or batch.n_outputs != batch.n_tokens:
+            assert not self._queued and not batch.tokens_are_drawn
+            return None
+        self.n_behind += bool(self._queued)
+        self._queued.append(_Queued(batch, [list(part.page_ids) for part in batch.parts]))
+        return self._queued[-1]
+
+    def collect(self, ticket: object) -> list[SampledToken]:
+        assert isinstance(ticket, _Queued) and not ticket.is_collected
+        self._compute_until(ticket)
+        ticket.is_collected = True
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.answers
+
+    def run(self, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken]:
+        assert not self._queued, "a step was neither collected nor run"
+        answers = super().run(batch, cancel)
+        self._drawn = [answer.id for answer in answers]
+        return answers
+
+    def copy_page(self, source: int, destination: int) -> None:
+        self._compute_until(None)
+        super().copy_page(source, destination)
+
+    def _compute_until(self, ticket: object) -> None:
+        """All queued steps, or those up to the one of the ticket."""
+        while self._queued and (ticket is None or ticket in self._queued):
+            step = self._queued.popleft()
+            try:
+                step.answers = super().run(self._completed(step), CancelFlag())
+                self._drawn = [answer.id for answer in step.answers]
+            except StepFailed as error:
+                step.error = error
+                self._drawn = []
+
+    def _completed(self, step: _Queued) -> StepBatch:
+        """With the tokens that were not known when it was queued, and the pages as they were then."""
+        if step.batch.tokens_are_drawn and not self._drawn:
+            raise StepFailed("the step before failed")
+        parts = []
+        for index, (part, pages) in enumerate(zip(step.batch.parts, step.pages, strict=True)):
+            (token,), (output,) = part.token_ids, part.outputs
+            assert (token == DRAWN) == step.batch.tokens_are_drawn
+            if token == DRAWN:
+                token = self._drawn[index]
+                history = [token if id == DRAWN else id for id in output.history]
+                output = replace(output, history=history)
+            parts.append(replace(part, token_ids=[token], page_ids=pages, outputs=(output,)))
+        return replace(step.batch, parts=tuple(parts), tokens_are_drawn=False)
+
+
+@dataclass(eq=False)
+class _Queued:
+    batch: StepBatch
+    pages: list[list[int]]
+    answers: list[SampledToken] = field(default_factory=list)
+    error: StepFailed | None = None
+    is_collected: bool = False
 
 
 def fail_for(token: int) -> Callable[[StepBatch], None]:

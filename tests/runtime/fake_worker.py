@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configs.errors import ModelFileError
 from plans.placement import Placement
-from tests.runtime.fake_executor import FakeExecutor
+from tests.runtime.fake_executor import AheadExecutor, FakeExecutor
 from worker.__main__ import main
 from worker.runtime.executor import ProgressCallback, StepBatch, StepFailed
 
@@ -49,7 +49,8 @@ def load(model_path: str, placement: Placement, progress: ProgressCallback) -> F
     if error == "exit":
         print("last words on stderr", file=sys.stderr, flush=True)
         os._exit(9)
-    executor = FakeExecutor(**options, fail=misbehave)
+    kind = AheadExecutor if options.pop("runs_ahead", False) else FakeExecutor
+    executor = kind(**options, fail=misbehave)
     executor.batches = deque(maxlen=1)  # a long test must not grow because of its own records
     return executor
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.fake_executor import (
+    AheadExecutor,
     FakeExecutor,
     expected_logprobs,
     expected_tokens,
@@ -359,6 +360,7 @@ action = st.tuples(
 )
 
 
+@pytest.mark.parametrize("kind", [FakeExecutor, AheadExecutor])
 @settings(max_examples=120, deadline=None)
 @given(
     n_pages=st.integers(2, 14),
@@ -367,9 +369,13 @@ action = st.tuples(
     actions=st.lists(action, min_size=1, max_size=50),
 )
 def test_random_schedules(
-    n_pages: int, max_tokens: int, max_sequences: int, actions: list[tuple[str, int, int, int]]
+    kind: type[FakeExecutor],
+    n_pages: int,
+    max_tokens: int,
+    max_sequences: int,
+    actions: list[tuple[str, int, int, int]],
 ) -> None:
-    executor = FakeExecutor(n_pages, max_tokens, max_outputs=6, fail=fail_for(950))
+    executor = kind(n_pages, max_tokens, max_outputs=6, fail=fail_for(950))
     bench = Bench(executor, context_length_tokens=300, max_sequences=max_sequences, max_queued=5)
     asked: dict[str, tuple[list[int], int]] = {}
     for index, (name, pick, size, length) in enumerate(actions):

@@ -141,11 +141,12 @@ def test_shutdown_ends_every_request(pipe: Pipe, how: str) -> None:
     assert pipe.process.wait(10) == 0 and time.monotonic() - started_s < 4
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_messages_end_each_request_once(pipe: Pipe, seed: int) -> None:
+def test_random_messages_end_each_request_once(pipe: Pipe, seed: int, runs_ahead: bool) -> None:
     generator = random.Random(seed)
     pipe.receive()
-    pipe.load(step_s=0.001, n_pages=24)
+    pipe.load(step_s=0.001, n_pages=24, runs_ahead=runs_ahead)
     pipe.receive_until("ready")
     asked: list[str] = []
     for index in range(60):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from worker.cuda import attention, ops, router, sampler
+from worker.cuda import attention, exchange, ops, router, sampler
 from worker.cuda.attention_values import FreshHeads, Heads, KvPointers, Rope, Scores, StepPointers
 from worker.cuda.blas import CuBlas
 from worker.cuda.device import Device
@@ -121,6 +121,16 @@ class CudaKernels(KernelSet):
         if needs_codes(rows):
             return Outputs(values, 0, out.codes, out.scales, out.sums)
         return Outputs(values, out.halves)
+
+    def receive(self, shape: StepShape) -> None:
+        exchange.receive(self.launcher, shape)
+
+    def send(self, shape: StepShape) -> None:
+        if shape.sampling == "none" or self._sampling is None or not shape.n_outputs:
+            return
+        name = "tokens" if shape.sampling == "greedy" else "sampled"
+        target, answers = getattr(shape.mailbox, name), self._sampling.address_of[name]
+        exchange.send(self.launcher, answers, target, shape.sampling, shape.n_outputs, pdl=self.pdl)
 
     def embed(self, shape: StepShape, table: RowTable, out: Rows, scale: float) -> None:
         rows = FileRows(table.type_id, table.address, table.row_bytes, table.columns)
@@ -344,9 +354,9 @@ class CudaKernels(KernelSet):
             shape.n_outputs,
             n_vocab,
             shape.inputs.samplers,
-            places["history"],
-            places["bias_ids"],
-            places["bias_values"],
+            shape.mailbox.history,
+            shape.mailbox.bias_ids,
+            shape.mailbox.bias_values,
             places["sampled"],
             places["tokens"],
             sampling.workspace,

@@ -15,7 +15,8 @@ KERNEL __launch_bounds__(256)
   start_after_previous();
   const int column = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
   if (column >= width) return;
-  const u8* row = rows + (u64)token_ids[token] * row_bytes;
+  const int id = max(token_ids[token], 0);  // -1: the step before had no result, so nobody wants this one's
+  const u8* row = rows + (u64)id * row_bytes;
   output[(u64)token * width + column] = file_value<FILE_TYPE>(row, column) * scale;
 }
 

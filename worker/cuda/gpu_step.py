@@ -1,13 +1,15 @@
 """One device's part of a forward pass: decode steps as captured graphs, everything else launched op by op.
 
-A decode graph serves one bucket of sequences, one class of contexts and one kind of sampling; it holds the copy of the
-step's metadata, all kernels and the copy of the answers, so that a decoded token costs one launch and one wait.
+A decode graph serves one bucket of sequences, one class of contexts, one kind of sampling and one block of the host's
+memory. It takes the step's metadata from there and leaves its answers there, so that a decoded token costs one launch;
+blocks alternate, so that a step can be queued while the one before it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -52,13 +54,14 @@ class Counters(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a step copies before and after its kernels: the metadata or the residual in, the residual or answers out.
-
-    Both are queued inside of a decode graph.
+    """`before` and `after` queue what a step copies, metadata and residual in, residual out. `receive` and `send` queue
+    the kernels by which it takes and leaves the rest; they are a part of a decode step's graph.
     """
 
     before: Callable[[StepShape], None]
     after: Callable[[StepShape], None]
+    receive: Callable[[StepShape], None]
+    send: Callable[[StepShape], None]
 
 
 class GpuStep:
@@ -70,32 +73,44 @@ class GpuStep:
         self._seen: set[StepShape] = set()
         self.counters = Counters()
 
+    def has_graph(self, shape: StepShape) -> bool:
+        return shape in self._graphs
+
+    def start(self, shape: StepShape) -> Any:
+        """Queue a decode step whose shape has a graph, behind all that is queued; the mark of its end."""
+        self.counters.decode_steps += 1
+        self.counters.graph_launches += 1
+        self._exchange.before(shape)
+        self._graphs[shape].launch()
+        self._exchange.after(shape)
+        return self._device.mark()
+
     def decode(self, shape: StepShape) -> None:
         """Run a decode step to its end. The first of a shape runs op by op, which also loads its kernels; then its
         graph is captured for all later ones.
         """
-        self.counters.decode_steps += 1
-        graph = self._graphs.get(shape)
-        if graph is not None:
-            graph.launch()
-            self.counters.graph_launches += 1
-            self._device.synchronize()
+        if self.has_graph(shape):
+            self._device.await_mark(self.start(shape))
             return
+        self.counters.decode_steps += 1
+        self._exchange.before(shape)
         self._enqueue(shape)
+        self._exchange.after(shape)
         self._device.synchronize()
         self._graphs[shape] = self._device.capture(lambda: self._enqueue(shape))
         self.counters.graphs_captured += 1
 
     def _enqueue(self, shape: StepShape) -> None:
-        self._exchange.before(shape)
+        self._exchange.receive(shape)
         for launch in self._launches:
             launch.enqueue(shape)
-        self._exchange.after(shape)
+        self._exchange.send(shape)
 
     def eager(self, shape: StepShape, is_cancelled: Callable[[], bool]) -> bool:
         """Run any other step to its end; False when it was cancelled between two layers."""
         self.counters.eager_steps += 1
         self._exchange.before(shape)
+        self._exchange.receive(shape)
         layer, marks = -1, []
         for launch in self._launches:
             if launch.layer != layer:
@@ -107,6 +122,7 @@ class GpuStep:
                     self._device.synchronize()
                     return False
             launch.enqueue(shape)
+        self._exchange.send(shape)
         self._exchange.after(shape)
         self._device.synchronize()
         return True

@@ -47,6 +47,14 @@ class KernelSet(Protocol):
         """Take the scratch; called once, after the weights are laid out. `sampling`: SamplingBuffers or None."""
         ...
 
+    def receive(self, shape: StepShape) -> None:
+        """Begin a decode step: take what the host left in `shape.mailbox`."""
+        ...
+
+    def send(self, shape: StepShape) -> None:
+        """End a step: leave the answers in `shape.mailbox`."""
+        ...
+
     def embed(self, shape: StepShape, table: RowTable, out: Rows, scale: float) -> None: ...
 
     def rms_norm(

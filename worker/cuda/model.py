@@ -26,8 +26,8 @@ from worker.cuda.memory import (
     check_fits,
     context_need_bytes,
 )
-from worker.cuda.sampling import SamplingBuffers, SamplingLimits
-from worker.cuda.step_inputs import InputLimits, StepInputs
+from worker.cuda.sampling import STEPS_IN_FLIGHT, SamplingBuffers, SamplingLimits
+from worker.cuda.step_inputs import DecodeInputs, InputLimits, PrefillInputs
 from worker.cuda.upload import Progress
 from worker.cuda.values import Rows
 from worker.cuda.weights import PlacedWeights, part_bytes_for, plan_weights, upload_bytes
@@ -61,9 +61,9 @@ class StepLimits:
 
     @property
     def n_graphs(self) -> int:
-        """At most: buckets in use, greedy or not, in every class of contexts."""
+        """At most: buckets in use, greedy or not, in every class of contexts, for each block of inputs."""
         buckets = sum(size <= self.decode_bucket for size in BUCKETS)
-        return 2 * buckets * n_context_classes(self.context_length_tokens)
+        return STEPS_IN_FLIGHT * 2 * buckets * n_context_classes(self.context_length_tokens)
 
 
 def samples(oplist: OpList) -> bool:
@@ -121,11 +121,11 @@ class DeviceModel:
         self.upload_s = 0.0
         self.cache = DeviceKvCache(self.memory, oplist.kv_layers, kv_type, n_pages)
         self.buffers = allocate_buffers(oplist, self.memory, limits.max_tokens, limits.max_outputs)
-        self.decode_inputs = StepInputs(self.memory, limits.decode_inputs)
-        self.prefill_inputs = StepInputs(self.memory, limits.prefill_inputs)
         self.sampling: SamplingBuffers | None = None
         if samples(oplist):
             self.sampling = SamplingBuffers(self.memory, limits.sampling(oplist.n_vocab))
+        self.decode_inputs = DecodeInputs(self.memory, limits.decode_inputs, self.sampling)
+        self.prefill_inputs = PrefillInputs(self.memory, limits.prefill_inputs, self.sampling)
         scratch_bytes = self.kernels.scratch_bytes(oplist, limits.max_tokens, limits.max_outputs)
         scratch = self.memory.take("workspace", scratch_bytes, zeroed=True)
         self.kernels.prepare(oplist, limits.max_tokens, limits.max_outputs, scratch, self.sampling)

@@ -80,16 +80,17 @@ INLINE bool has_penalties(const Sampler& s) {
   return s.n_history > 0 && (s.repeat_penalty != 1.0f || s.presence_penalty != 0.0f || s.frequency_penalty != 0.0f);
 }
 
-// A changed copy of the row in `changed`; `counts` is all 0 before and after.
-INLINE void change_row(const float* logits, int n_vocab, const Sampler& s, const int* history,
+// A changed copy of the row in `changed`; `counts` is all 0 before and after. A history of -1 is `drawn`.
+INLINE void change_row(const float* logits, int n_vocab, const Sampler& s, const int* history, int drawn,
                                            const int* bias_ids, const float* bias_values, float* changed, int* counts) {
   for (int id = threadIdx.x; id < n_vocab; id += kThreads) changed[id] = logits[id];
   history += s.first_history;
   if (has_penalties(s)) {
-    for (int i = threadIdx.x; i < s.n_history; i += kThreads) atomicAdd(counts + history[i], 1);
+    const auto id_at = [&](int i) { return history[i] < 0 ? drawn : history[i]; };
+    for (int i = threadIdx.x; i < s.n_history; i += kThreads) atomicAdd(counts + id_at(i), 1);
     __syncthreads();
     for (int i = threadIdx.x; i < s.n_history; i += kThreads) {
-      const int id = history[i], count = atomicExch(counts + id, 0);
+      const int id = id_at(i), count = atomicExch(counts + id, 0);
       if (count == 0) continue;
       const float logit = logits[id];
       const float pushed = logit > 0.0f ? logit / s.repeat_penalty : logit * s.repeat_penalty;
@@ -216,7 +217,8 @@ KERNEL __launch_bounds__(kThreads, 1)
   Row row = raw;
   if (s.target < 0 && (has_penalties(s) || s.n_bias > 0)) {
     const RowScratch scratch(workspace, blockIdx.x, n_vocab);
-    change_row(raw.logits, n_vocab, s, history, bias_ids, bias_values, scratch.changed, scratch.counts);
+    const int drawn = tokens ? max(tokens[blockIdx.x], 0) : 0;  // by the step before
+    change_row(raw.logits, n_vocab, s, history, drawn, bias_ids, bias_values, scratch.changed, scratch.counts);
     row = look_at(shared, scratch.changed, n_vocab);
     if (!is_finite(row.largest)) return finish(out, tokens, 0, kNothingLeft);
   }

@@ -100,8 +100,9 @@ def sample(
 ) -> None:
     """sampled: SAMPLED [n_rows] from logits f32 [n_rows, n_vocab] by samplers: SAMPLER [n_rows].
 
-    `history` i32, `bias_ids` i32 and `bias_values` f32 are pools that the samplers index. `tokens` (i32 [n_rows], or
-    0) gets the chosen ids as well, for the next step.
+    `history` i32, `bias_ids` i32 and `bias_values` f32 are pools that the samplers index; they may lie in pinned memory
+    of the host. `tokens` (i32 [n_rows], or 0) gets the chosen ids as well, for the next step. An id of -1 in a row's
+    history is the one that is there now.
     """
     function = launcher.function(_SOURCE, "sample")
     args = (logits, c_int(n_vocab), samplers, history, bias_ids, bias_values, sampled, tokens, workspace)

@@ -1,4 +1,8 @@
-"""Memory that sampling needs on the device and on the host: pools of penalised and biased tokens, and the answers."""
+"""Memory that sampling needs: answers and scratch on the device, and what kernels read and write in place on the host.
+
+The device has one of each, since steps follow each other there. The host has as many blocks as there are steps in
+flight: it fills one while a queued step is yet to read the other.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from worker.cuda.device import Device
 from worker.cuda.memory import DeviceMemory, aligned
 from worker.cuda.sampler import SAMPLED, workspace_bytes
-from worker.cuda.values import StepShape
 
 MOST_BIASES = 1 << 16  # of all outputs of a step together
+STEPS_IN_FLIGHT = 2  # the one that runs and the one that is queued behind it
 
 
 @dataclass(frozen=True)
@@ -24,62 +29,62 @@ class SamplingLimits:
         """Tokens that the penalties of all outputs of a step look at."""
         return self.max_outputs * self.context_length_tokens
 
-    def section_bytes(self) -> dict[str, int]:
+    def host_bytes(self) -> dict[str, int]:
+        """Of each section of a block."""
         return {
             "history": 4 * self.max_history,
             "bias_ids": 4 * MOST_BIASES,
             "bias_values": 4 * MOST_BIASES,
-            "sampled": SAMPLED.itemsize * self.max_outputs,
-            "tokens": 4 * self.max_outputs,
+            **self.answer_bytes(),
         }
+
+    def answer_bytes(self) -> dict[str, int]:
+        return {"tokens": 4 * self.max_outputs, "sampled": SAMPLED.itemsize * self.max_outputs}
 
     @property
     def total_bytes(self) -> int:
-        sections = sum(aligned(size) for size in self.section_bytes().values())
-        return sections + aligned(workspace_bytes(self.max_outputs, self.n_vocab))
+        """On the device."""
+        answers = sum(aligned(size) for size in self.answer_bytes().values())
+        return answers + aligned(workspace_bytes(self.max_outputs, self.n_vocab))
 
 
-class SamplingBuffers:
-    """`history`, `bias_ids`, `bias_values`: pinned pools to fill before `upload_pools`. `sampled`, `tokens`: the
-    answers after a step. `address_of` has the device's copies.
+class SamplingBlock:
+    """Pinned memory of one step in flight; kernels read and write it in place, at `address_of`. `history`, `bias_ids`,
+    `bias_values`: pools to fill before the step. `sampled`, `tokens`: its answers.
     """
 
-    def __init__(self, memory: DeviceMemory, limits: SamplingLimits) -> None:
-        self._device = memory.device
-        sections = limits.section_bytes()
-        host_bytes = sum(aligned(size) for size in sections.values())
-        self._host = self._device.host_buffer(host_bytes)
-        base = memory.take("workspace", limits.total_bytes, zeroed=True)
+    def __init__(self, device: Device, limits: SamplingLimits) -> None:
+        sections = limits.host_bytes()
+        self._host = device.host_buffer(sum(aligned(size) for size in sections.values()))
+        offset, views = 0, {}
         self.address_of: dict[str, int] = {}
-        offset = 0
-        self._host_address_of: dict[str, int] = {}
         for name, size_bytes in sections.items():
-            self.address_of[name] = base + offset
-            self._host_address_of[name] = self._host.address + offset
+            views[name] = self._host.array[offset : offset + size_bytes]
+            self.address_of[name] = self._host.address + offset
             offset += aligned(size_bytes)
-        self.workspace = base + offset
-        self.history = self._view("history", sections).view(np.int32)
-        self.bias_ids = self._view("bias_ids", sections).view(np.int32)
-        self.bias_values = self._view("bias_values", sections).view(np.float32)
-        self.sampled = self._view("sampled", sections).view(SAMPLED)
-        self.tokens = self._view("tokens", sections).view(np.int32)
-
-    def _view(self, name: str, sections: dict[str, int]) -> np.ndarray:
-        begin = self._host_address_of[name] - self._host.address
-        return self._host.array[begin : begin + sections[name]]
-
-    def upload_pools(self, n_history: int, n_biases: int) -> None:
-        """Queue the copies of what is in use; none in most steps."""
-        for name, count in (("history", n_history), ("bias_ids", n_biases), ("bias_values", n_biases)):
-            if count:
-                self._device.copy_in(self.address_of[name], self._host_address_of[name], 4 * count)
-
-    def fetch(self, shape: StepShape) -> None:
-        """Queue the copy of the answers of a step."""
-        if shape.sampling == "none" or not shape.n_outputs:
-            return
-        name, size = ("tokens", 4) if shape.sampling == "greedy" else ("sampled", SAMPLED.itemsize)
-        self._device.copy_out(self._host_address_of[name], self.address_of[name], size * shape.n_outputs)
+        self.history = views["history"].view(np.int32)
+        self.bias_ids = views["bias_ids"].view(np.int32)
+        self.bias_values = views["bias_values"].view(np.float32)
+        self.sampled = views["sampled"].view(SAMPLED)
+        self.tokens = views["tokens"].view(np.int32)
 
     def close(self) -> None:
         self._host.close()
+
+
+class SamplingBuffers:
+    """Answers and scratch on the device at `address_of` and `workspace`, and a block for each step in flight."""
+
+    def __init__(self, memory: DeviceMemory, limits: SamplingLimits) -> None:
+        base = memory.take("workspace", limits.total_bytes, zeroed=True)
+        self.address_of: dict[str, int] = {}
+        offset = 0
+        for name, size_bytes in limits.answer_bytes().items():
+            self.address_of[name] = base + offset
+            offset += aligned(size_bytes)
+        self.workspace = base + offset
+        self.blocks = tuple(SamplingBlock(memory.device, limits) for _ in range(STEPS_IN_FLIGHT))
+
+    def close(self) -> None:
+        for block in self.blocks:
+            block.close()

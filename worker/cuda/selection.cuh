@@ -27,7 +27,7 @@ struct Row {
   int n;
   float largest;      // NaN when the row holds one
   int first_largest;  // lowest id of it
-  u32 own_key;        // of this thread's largest among ids t, t + kThreads, ...
+  u32 own_key;        // of this thread's largest
 };
 
 INLINE bool is_finite(float x) { return fabsf(x) < INFINITE; }
@@ -64,10 +64,28 @@ INLINE double sum_of_block(Shared& shared, double value) {
   return sum;
 }
 
+// visit(logit, id) for this thread's share of a row, always the same: with several loads under way, since one block has
+// to read the whole row.
+template <class Visit>
+INLINE void for_each_logit(const float* logits, int n, const Visit& visit) {
+  if (n % 4 == 0 && (u64)logits % 16 == 0) {
+#pragma unroll 4
+    for (int id = 4 * threadIdx.x; id < n; id += 4 * kThreads) {
+      const float4 four = *(const float4*)(logits + id);
+      visit(four.x, id);
+      visit(four.y, id + 1);
+      visit(four.z, id + 2);
+      visit(four.w, id + 3);
+    }
+    return;
+  }
+#pragma unroll 8
+  for (int id = threadIdx.x; id < n; id += kThreads) visit(logits[id], id);
+}
+
 INLINE Row look_at(Shared& shared, const float* logits, int n) {
   u64 best = 0;
-#pragma unroll 8
-  for (int id = threadIdx.x; id < n; id += kThreads) best = max_of(best, packed_key(logits[id], id));
+  for_each_logit(logits, n, [&](float logit, int id) { best = max_of(best, packed_key(logit, id)); });
   Row row = {logits, n, 0.0f, 0, (u32)(best >> 32)};
   best = warp_max_packed(best);
   __syncthreads();
@@ -90,11 +108,9 @@ INLINE float weight_of(const Row& row, float logit, float inverse_temperature) {
 INLINE double row_mass(Shared& shared, const Row& row, float temperature, u64 lowest) {
   const float inverse = inverse_of(temperature);
   float sum = 0.0f;
-#pragma unroll 8
-  for (int id = threadIdx.x; id < row.n; id += kThreads) {
-    const float logit = row.logits[id];
+  for_each_logit(row.logits, row.n, [&](float logit, int id) {
     if (packed_key(logit, id) >= lowest) sum += weight_of(row, logit, inverse);
-  }
+  });
   return sum_of_block(shared, sum);
 }
 
@@ -118,13 +134,12 @@ INLINE int take_between(Shared& shared, const Row& row, u64 first, u64 last) {
   __syncthreads();
   if (threadIdx.x == 0) shared.count = 0;
   __syncthreads();
-#pragma unroll 4
-  for (int id = threadIdx.x; id < row.n; id += kThreads) {
-    const u64 packed = packed_key(row.logits[id], id);
-    if (packed < first || packed > last) continue;
+  for_each_logit(row.logits, row.n, [&](float logit, int id) {
+    const u64 packed = packed_key(logit, id);
+    if (packed < first || packed > last) return;
     const int at = atomicAdd(&shared.count, 1);
     if (at < kRoom) shared.candidates[at] = packed;
-  }
+  });
   __syncthreads();
   const int count = shared.count;
   if (count > kRoom) return -1;
@@ -167,8 +182,7 @@ INLINE void weigh(Shared& shared, int n, float largest, float temperature) {
 INLINE double amount_from(Shared& shared, const Row& row, float temperature, bool by_mass, u64 lowest) {
   if (by_mass) return row_mass(shared, row, temperature, lowest);
   int count = 0;
-#pragma unroll 4
-  for (int id = threadIdx.x; id < row.n; id += kThreads) count += packed_key(row.logits[id], id) >= lowest;
+  for_each_logit(row.logits, row.n, [&](float logit, int id) { count += packed_key(logit, id) >= lowest; });
   return sum_of_block(shared, count);
 }
 
@@ -189,13 +203,13 @@ INLINE void fill_bins(Shared& shared, const Row& row, const Scale& scale, float 
   __syncthreads();
   for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
   __syncthreads();
-  for (int id = threadIdx.x; id < row.n; id += kThreads) {
-    const float distance = row.largest - row.logits[id];
-    if (distance < scale.near || (distance >= scale.far && !with_rest)) continue;
+  for_each_logit(row.logits, row.n, [&](float logit, int id) {
+    const float distance = row.largest - logit;
+    if (distance < scale.near || (distance >= scale.far && !with_rest)) return;
     const int bin = scale.bin(distance);
     const float part = by_mass ? expf(fminf((scale.edge(bin) - distance) * inverse, 0.0f)) * kUnit : 1.0f;
     atomicAdd(shared.bins + bin, (u32)(part + 0.5f));
-  }
+  });
   __syncthreads();
 }
 
@@ -279,6 +293,7 @@ INLINE Place narrow(Shared& shared, const Place& place, const Weight& weight) {
   const int warp = threadIdx.x / 32, length = (place.end - place.first + 31) / 32;
   const int first = min(place.end, place.first + warp * length), end = min(place.end, first + length);
   float own = 0.0f;
+#pragma unroll 8
   for (int id = first + threadIdx.x % 32; id < end; id += 32) own += weight(id);
   double part = own;
 #pragma unroll
@@ -307,6 +322,7 @@ INLINE int draw_from_row(Shared& shared, const Row& row, float temperature, u64 
     return packed_key(logit, id) >= lowest ? weight_of(row, logit, inverse) : 0.0f;
   };
   Place place = narrow(shared, {0, row.n, u > 0.0 ? -u : 0.0}, weight);
+  place = narrow(shared, place, weight);
   place = narrow(shared, place, weight);
   if (threadIdx.x == 0) {
     int token = -1;

@@ -66,6 +66,24 @@ class InputAddresses:
 
 
 @dataclass(frozen=True, slots=True)
+class Mailbox:
+    """Pinned memory of the host that a step reads and writes in place.
+
+    `rows`: i32 [n_sequences, 4] as step_inputs.py has them, and `samplers`: records, in decode; else 0. `history` i32,
+    `bias_ids` i32, `bias_values` f32: the pools that samplers index. The answers go to `tokens` i32 [n_outputs] or to
+    `sampled`, records of `sampler.SAMPLED`. All but the first two are 0 where another device has the head.
+    """
+
+    rows: int = 0
+    samplers: int = 0
+    history: int = 0
+    bias_ids: int = 0
+    bias_values: int = 0
+    tokens: int = 0
+    sampled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepShape:
     """What a launch needs to know of a step. A captured graph serves every step of one shape.
 
@@ -81,3 +99,4 @@ class StepShape:
     inputs: InputAddresses
     n_tiles: int = 0
     sampling: Sampling = "full"
+    mailbox: Mailbox = Mailbox()

@@ -53,6 +53,7 @@ def _element_variants() -> Iterator[Variant]:
     for is_f16 in (0, 1):
         yield "router.cu", {"MATRIX_F16": is_f16}
     yield "sampler.cu", {}
+    yield "exchange.cu", {}
 
 
 def _attention_variants() -> Iterator[Variant]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,3 +40,23 @@ class Batch:
             np.asarray([pages], np.int32),
             np.asarray(list(rows), np.int32),
         )
+
+
+class PageTables:
+    """Writes `table`, i32 [n_sequences, max_pages], step by step. A list of pages only grows from step to step, so of
+    the list that a row was given last only what came since is written.
+    """
+
+    def __init__(self, table: Int32Array) -> None:
+        self._table = table
+        self._written: list[tuple[Sequence[int], int]] = [((), 0)] * len(table)
+
+    def set(self, row: int, page_ids: Sequence[int], n_tokens: int) -> None:
+        """The pages that hold positions up to `n_tokens`; what the row holds beyond them has no meaning."""
+        used = (n_tokens - 1) // PAGE_TOKENS + 1
+        known_ids, known = self._written[row]
+        if known_ids is not page_ids:
+            known = 0
+        if known < used:
+            self._table[row, known:used] = page_ids[known:used]
+            self._written[row] = (page_ids, used)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Set
+from collections.abc import Sequence
 
 from worker.runtime.executor import CancelFlag
 
@@ -18,7 +18,7 @@ class CancelBoard:
         self.flag = CancelFlag()
         self._lock = threading.Lock()
         self._noted: set[str] = set()
-        self._in_step: Set[str] = frozenset()
+        self._in_step: Sequence[str] = ()
         self._stopped = False
 
     def note(self, request_id: str) -> None:
@@ -33,15 +33,14 @@ class CancelBoard:
             self._stopped = True
             self.flag.set()
 
-    def begin_step(self, request_ids: Set[str]) -> None:
+    def begin_step(self, request_ids: Sequence[str]) -> None:
+        """What was set for the step before counts no more."""
+        if request_ids == self._in_step and not self.flag.is_set():
+            return
         with self._lock:
             self._in_step = request_ids
             self.flag.clear()
             self._update()
-
-    def end_step(self) -> None:
-        with self._lock:
-            self._in_step = frozenset()
 
     def forget(self, request_id: str) -> None:
         """The request has its final event, or never ran."""
@@ -49,5 +48,5 @@ class CancelBoard:
             self._noted.discard(request_id)
 
     def _update(self) -> None:
-        if self._stopped or (self._in_step and self._in_step <= self._noted):
+        if self._stopped or (self._in_step and self._noted.issuperset(self._in_step)):
             self.flag.set()

@@ -1,22 +1,27 @@
 """What the scheduler asks of the model: the values of one step and the `Executor` that runs it.
 
-A step is one forward pass over tokens of several sequences. The scheduler builds it as plain Python values,
-cheap at one token; the executor (`worker/runtime/step.py`, or a fake one in tests) turns it into arrays and
-makes one call.
+A step is one forward pass over tokens of several sequences. The scheduler builds it as plain values, which are
+msgspec structs because making those is cheap; the executor (`worker/runtime/step.py`, or a fake one in tests) turns
+them into arrays and makes one call.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from plans.placement import Placement
 from worker.protocol import SamplingParams
 
 PAGE_TOKENS = 32
 """Tokens in a page of the key/value cache (PW_PAGE_TOKENS of the kernels)."""
+
+DRAWN = -1
+"""Stands for a token id that nobody knows yet: the one that the step before draws for the part of the same index."""
 
 MAX_TOP = 20
 """Most alternatives with log probabilities per token (PW_MAX_TOP of the kernels)."""
@@ -91,8 +96,7 @@ class Sampler:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Output:
+class Output(msgspec.Struct, frozen=True, eq=False):
     """A row of a sequence's part whose logits are wanted: exactly one of `sampler` and `target` is given.
 
     With a `sampler` a token is drawn (`history` and `draw` are those of this token). With a `target` nothing
@@ -107,12 +111,12 @@ class Output:
     top: int = 0  # with a target: how many of the best, 0..MAX_TOP
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SequencePart:
+class SequencePart(msgspec.Struct, frozen=True, eq=False):
     """The next tokens of one sequence: token `i` stands at position `first_position + i`.
 
-    `page_ids[p // PAGE_TOKENS]` holds position p; it covers all positions up to the last of this part, may be
-    longer, and must not be kept after the step. Pages that this part writes to belong to this sequence alone.
+    `page_ids[p // PAGE_TOKENS]` holds position p; it covers all positions up to the last of this part and may be
+    longer. From step to step the same list only grows: where entries change, another list is given. Pages that this
+    part writes to belong to this sequence alone.
     """
 
     token_ids: Sequence[int]
@@ -121,29 +125,29 @@ class SequencePart:
     outputs: tuple[Output, ...] = ()  # ascending rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepBatch:
+class StepBatch(msgspec.Struct, frozen=True, eq=False):
     """At most `Executor.max_tokens` tokens and `Executor.max_outputs` outputs; at least one part.
 
     `is_decode`: every part has one token and one output, so the decode team's size is right for it.
+    `tokens_are_drawn`: every part has the one token DRAWN, and a penalised output's history ends with DRAWN.
     """
 
     parts: tuple[SequencePart, ...]
     n_tokens: int
     n_outputs: int
+    tokens_are_drawn: bool = False
 
     @property
     def is_decode(self) -> bool:
         return self.n_tokens == len(self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True):
     """Answer to one `Output`: the drawn token, or the target. `logprob` is None when none was asked for."""
 
     id: int
     logprob: float | None = None
-    top: list[tuple[int, float]] = field(default_factory=list)  # best first
+    top: list[tuple[int, float]] = []  # best first
 
 
 class Executor(Protocol):
@@ -185,6 +189,27 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free everything; the executor is not used afterwards."""
+        ...
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """An executor that can queue a decode step behind the one that it is running.
+
+    Steps run in the order in which they were submitted, and so do `run` and `copy_page` between them: pages may be
+    given to another sequence while a step that writes to them is still queued.
+    """
+
+    def submit(self, batch: StepBatch) -> object | None:
+        """Queue a step, with at most one other whose answers were not collected yet; a ticket for its answers. None,
+        and nothing queued, when this batch has to go through `run`. Raises StepFailed as `run` does.
+
+        With `tokens_are_drawn` the step submitted before had the same sequences in the same order.
+        """
+        ...
+
+    def collect(self, ticket: object) -> list[SampledToken]:
+        """Wait for the answers of a step, the oldest one first; as `Executor.run` gives them."""
         ...
 
 

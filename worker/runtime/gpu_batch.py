@@ -9,165 +9,128 @@ import numpy as np
 from worker.cuda.attention import prefill_tiles
 from worker.cuda.gpu_step import bucket_for, context_limit_for
 from worker.cuda.sampler import STATUS_WORDS
-from worker.cuda.sampling import MOST_BIASES, SamplingBuffers
-from worker.cuda.step_inputs import StepInputs
+from worker.cuda.sampling import SamplingBlock, SamplingBuffers
+from worker.cuda.step_inputs import DecodeInputs, InputBlock, PrefillInputs
 from worker.cuda.values import Sampling, StepShape
-from worker.runtime.executor import Output, SampledToken, Sampler, SequencePart, StepBatch, StepFailed
-
-NO_TARGET = -1
+from worker.runtime.executor import Output, SampledToken, SequencePart, StepBatch, StepFailed
+from worker.runtime.gpu_samplers import SamplerWriter
 
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step whose inputs lie in pinned memory."""
+    """A step whose inputs lie in pinned memory, those of sampling in the sampling block of the same slot."""
 
     shape: StepShape
-    inputs: StepInputs
+    inputs: InputBlock
     outputs: tuple[Output, ...]
-    n_history: int = 0
-    n_biases: int = 0
 
 
 class BatchWriter:
-    """Fills the input blocks. Rows of a decode bucket that no sequence uses write to the scratch page."""
+    """Fills the input blocks, those of decode in turn. Rows of a decode bucket that nobody uses write to the scratch
+    page.
+    """
 
-    def __init__(self, decode: StepInputs, prefill: StepInputs, tile_rows: int, scratch_page: int) -> None:
+    def __init__(
+        self, decode: DecodeInputs, prefill: PrefillInputs, tile_rows: int, scratch_page: int
+    ) -> None:
         self._decode, self._prefill = decode, prefill
-        self._tile_rows, self._scratch_page = tile_rows, scratch_page
-        bucket = decode.limits.max_tokens
-        decode.sequence_of_token[:bucket] = np.arange(bucket)
-        decode.output_rows[:bucket] = np.arange(bucket)
+        self._tile_rows, self._scratch_pages = tile_rows, (scratch_page,)
+        self._slot = 0  # of the next decode step
+        self._sampler_writers: dict[InputBlock, SamplerWriter] = {}
 
     def write(self, batch: StepBatch, sampling: SamplingBuffers | None) -> PreparedStep:
         """`sampling` None: another part of the machine has the head."""
-        if self._fits_bucket(batch):
+        if self.fits_bucket(batch):
             return self._write_decode(batch, sampling)
         return self._write_prefill(batch, sampling)
 
-    def _fits_bucket(self, batch: StepBatch) -> bool:
-        one_each = batch.is_decode and all(len(part.outputs) == 1 for part in batch.parts)
+    def forget(self) -> None:
+        """A step that was written may not have run."""
+        self._decode.forget_tables()
+
+    def fits_bucket(self, batch: StepBatch) -> bool:
+        """Whether a decode graph serves the batch."""
+        one_each = batch.is_decode and batch.n_outputs == batch.n_tokens
         return one_each and len(batch.parts) <= self._decode.limits.max_sequences
 
     def _write_decode(self, batch: StepBatch, sampling: SamplingBuffers | None) -> PreparedStep:
-        inputs, count = self._decode, len(batch.parts)
+        block, count = self._decode.blocks[self._slot], len(batch.parts)
+        self._slot = (self._slot + 1) % len(self._decode.blocks)
         bucket = bucket_for(count)
         assert bucket is not None
+        n_positions = 0
+        block.begin()
         for row, part in enumerate(batch.parts):
-            inputs.token_ids[row] = part.token_ids[0]
-            inputs.positions[row] = part.first_position
-            inputs.set_pages(row, part.page_ids, part.first_position + 1)
+            block.set_row(row, part.token_ids[0], part.first_position, part.page_ids)
+            n_positions = max(n_positions, part.first_position + 1)
         for row in range(count, bucket):
-            inputs.token_ids[row] = inputs.positions[row] = 0
-            inputs.set_pages(row, [self._scratch_page], 1)
-        n_positions = max(part.first_position for part in batch.parts) + 1
+            block.set_row(row, 0, 0, self._scratch_pages)
         outputs = tuple(part.outputs[0] for part in batch.parts)
-        kind, n_history, n_biases = write_samplers(inputs, outputs, bucket, sampling)
-        limit = context_limit_for(n_positions)
-        shape = StepShape(bucket, bucket, bucket, limit, True, inputs.addresses, 0, kind)
-        return PreparedStep(shape, inputs, outputs, n_history, n_biases)
+        kind = self._write_samplers(block, outputs, bucket, sampling)
+        shape = StepShape(
+            n_tokens=bucket,
+            n_sequences=bucket,
+            n_outputs=bucket,
+            context_limit=context_limit_for(n_positions),
+            is_decode=True,
+            inputs=self._decode.addresses,
+            sampling=kind,
+            mailbox=block.mailbox,
+        )
+        return PreparedStep(shape, block, outputs)
 
     def _write_prefill(self, batch: StepBatch, sampling: SamplingBuffers | None) -> PreparedStep:
-        inputs = self._prefill
+        block = self._prefill
         outputs: list[Output] = []
         first = np.zeros(len(batch.parts) + 1, np.int32)
         row = n_positions = 0
         for sequence, part in enumerate(batch.parts):
             end = row + len(part.token_ids)
-            _write_part(inputs, part, row, end, sequence)
+            _write_part(block, part, row, end, sequence)
             for output in part.outputs:
-                inputs.output_rows[len(outputs)] = row + output.row
+                block.output_rows[len(outputs)] = row + output.row
                 outputs.append(output)
             n_positions = max(n_positions, part.first_position + len(part.token_ids))
             first[sequence + 1] = row = end
-        n_tiles = self._write_tiles(inputs, first)
-        kind, n_history, n_biases = write_samplers(inputs, tuple(outputs), len(outputs), sampling)
+        n_tiles = self._write_tiles(block, first)
+        kind = self._write_samplers(block, tuple(outputs), len(outputs), sampling)
         shape = StepShape(
             n_tokens=row,
             n_sequences=len(batch.parts),
             n_outputs=len(outputs),
             context_limit=context_limit_for(n_positions),
             is_decode=False,
-            inputs=inputs.addresses,
+            inputs=block.addresses,
             n_tiles=n_tiles,
             sampling=kind,
+            mailbox=block.mailbox,
         )
-        return PreparedStep(shape, inputs, tuple(outputs), n_history, n_biases)
+        return PreparedStep(shape, block, tuple(outputs))
 
-    def _write_tiles(self, inputs: StepInputs, sequence_first: np.ndarray) -> int:
-        tiles = prefill_tiles(sequence_first, inputs.positions, self._tile_rows)
-        inputs.tiles[: len(tiles)] = tiles
+    def _write_samplers(
+        self, block: InputBlock, outputs: tuple[Output, ...], n_rows: int, sampling: SamplingBuffers | None
+    ) -> Sampling:
+        if sampling is None or not outputs:
+            return "none"
+        writer = self._sampler_writers.get(block)
+        if writer is None:
+            writer = self._sampler_writers[block] = SamplerWriter(block, sampling.blocks[block.slot])
+        return writer.write(outputs, n_rows)
+
+    def _write_tiles(self, block: PrefillInputs, sequence_first: np.ndarray) -> int:
+        tiles = prefill_tiles(sequence_first, block.positions, self._tile_rows)
+        block.tiles[: len(tiles)] = tiles
         return len(tiles)
 
 
-def _write_part(inputs: StepInputs, part: SequencePart, row: int, end: int, sequence: int) -> None:
-    inputs.token_ids[row:end] = part.token_ids
-    inputs.positions[row:end] = np.arange(part.first_position, part.first_position + end - row)
-    inputs.sequence_of_token[row:end] = sequence
-    inputs.set_pages(sequence, part.page_ids, part.first_position + end - row)
+def _write_part(block: PrefillInputs, part: SequencePart, row: int, end: int, sequence: int) -> None:
+    block.token_ids[row:end] = part.token_ids
+    block.positions[row:end] = np.arange(part.first_position, part.first_position + end - row)
+    block.sequence_of_token[row:end] = sequence
+    block.page_tables.set(sequence, part.page_ids, part.first_position + end - row)
 
 
-def write_samplers(
-    inputs: StepInputs, outputs: tuple[Output, ...], n_rows: int, sampling: SamplingBuffers | None
-) -> tuple[Sampling, int, int]:
-    """Records of the outputs, padding rows greedy; the kind of sampling and how much of the pools is in use."""
-    if sampling is None or not outputs:
-        return "none", 0, 0
-    if all(_is_plain_greedy(output) for output in outputs):
-        return "greedy", 0, 0
-    n_history = n_biases = 0
-    for row, output in enumerate(outputs):
-        n_history, n_biases = _write_sampler(inputs.samplers[row], output, sampling, n_history, n_biases)
-    for row in range(len(outputs), n_rows):
-        _write_settings(inputs.samplers[row], _GREEDY, 0)
-        inputs.samplers[row]["n_history"] = inputs.samplers[row]["n_bias"] = 0
-    return "full", n_history, n_biases
-
-
-_GREEDY = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0)
-
-
-def _is_plain_greedy(output: Output) -> bool:
-    sampler = output.sampler
-    return (
-        sampler is not None
-        and sampler.temperature <= 0
-        and sampler.top < 0
-        and not sampler.bias_ids
-        and not output.history
-    )
-
-
-def _write_settings(record: np.void, sampler: Sampler, draw: int) -> None:
-    for name in ("seed", "temperature", "top_k", "top_p", "min_p"):
-        record[name] = getattr(sampler, name)
-    for name in ("repeat_penalty", "presence_penalty", "frequency_penalty"):
-        record[name] = getattr(sampler, name)
-    record["draw"], record["n_top"], record["target"] = draw, sampler.top, NO_TARGET
-
-
-def _write_sampler(
-    record: np.void, output: Output, sampling: SamplingBuffers, n_history: int, n_biases: int
-) -> tuple[int, int]:
-    """Fill one record; returns the pools' new lengths. Raises StepFailed when a pool is full."""
-    sampler = output.sampler or _GREEDY
-    _write_settings(record, sampler, output.draw)
-    if output.target is not None:
-        record["target"], record["n_top"] = output.target, output.top
-    history_end, bias_end = n_history + len(output.history), n_biases + len(sampler.bias_ids)
-    if bias_end > MOST_BIASES or history_end > len(sampling.history):
-        raise StepFailed(
-            f"the step's outputs have {bias_end} biased and {history_end} penalised tokens together; the GPU's pools "
-            f"hold {MOST_BIASES} and {len(sampling.history)}"
-        )
-    sampling.history[n_history:history_end] = output.history
-    sampling.bias_ids[n_biases:bias_end] = sampler.bias_ids
-    sampling.bias_values[n_biases:bias_end] = sampler.bias_values
-    record["first_history"], record["n_history"] = n_history, len(output.history)
-    record["first_bias"], record["n_bias"] = n_biases, len(sampler.bias_ids)
-    return history_end, bias_end
-
-
-def read_answers(prepared: PreparedStep, sampling: SamplingBuffers) -> list[SampledToken]:
+def read_answers(prepared: PreparedStep, sampling: SamplingBlock) -> list[SampledToken]:
     """One answer per output. Raises StepFailed for logits that can not be used."""
     if prepared.shape.sampling == "greedy":
         ids = sampling.tokens[: len(prepared.outputs)].tolist()

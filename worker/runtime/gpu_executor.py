@@ -6,6 +6,8 @@ Wholly on one GPU there is one section, and a decoded token is one graph launch.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +33,14 @@ logger = logging.getLogger(__name__)
 _GREEDY = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A queued decode step; `mark` is the device's, for the end of it."""
+
+    step: PreparedStep
+    mark: Any
+
+
 class GpuExecutor:
     """Executor (worker/runtime/executor.py) over sections. Used from one thread, that which made it."""
 
@@ -49,6 +59,8 @@ class GpuExecutor:
         self.n_pages, self.max_outputs = n_pages, max_outputs
         self.max_tokens = models[0].limits.max_tokens
         self.n_vocab = models[0].oplist.n_vocab
+        only = sections[0] if len(sections) == 1 else None
+        self._whole = only if isinstance(only, GpuSection) else None
 
     @property
     def _sampling(self) -> SamplingBuffers | None:
@@ -58,6 +70,24 @@ class GpuExecutor:
         """Write a step's inputs into pinned memory."""
         return self._writer.write(batch, self._sampling)
 
+    def submit(self, batch: StepBatch) -> Ticket | None:
+        """Queue a decode step of a model that is wholly on one GPU, once its graph is there."""
+        section = self._whole
+        if section is None or not self._writer.fits_bucket(batch):
+            return None
+        prepared = self.prepare(batch)
+        if not section.can_start(prepared):
+            return None
+        try:
+            return Ticket(prepared, section.start(prepared))
+        except EngineError as error:
+            self._writer.forget()
+            raise StepFailed(str(error)) from error
+
+    def collect(self, ticket: object) -> list[SampledToken]:
+        assert isinstance(ticket, Ticket) and self._whole is not None
+        return self._whole.finish(ticket.step, ticket.mark)
+
     def run(self, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken]:
         prepared = self.prepare(batch)
         answers: list[SampledToken] | None = None
@@ -65,6 +95,7 @@ class GpuExecutor:
             for section in self.sections:
                 answers = section.run(prepared, batch, cancel)
         except EngineError as error:
+            self._writer.forget()
             raise StepFailed(str(error)) from error
         return answers or []
 
@@ -123,6 +154,7 @@ class GpuExecutor:
                 section.executor.close()
         for model in self.models:
             model.device.bind()
+            model.device.synchronize()  # a queued step may still copy into host memory
             model.close()
         if self._residual is not None:
             self._residual.close()

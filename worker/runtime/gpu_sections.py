@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from worker.cuda.gpu_step import Counters, Exchange, GpuStep
 from worker.cuda.model import DeviceModel
-from worker.cuda.step_inputs import StepInputs
+from worker.cuda.step_inputs import InputBlock
 from worker.cuda.values import StepShape
 from worker.ops.oplist import OpKind
 from worker.ops.sections import RESIDUAL
@@ -62,15 +62,18 @@ class GpuSection:
         launches = model.launches[begin:end]
         self._residual, self._receives, self._sends = residual, receives, sends
         self._has_head = any(launch.kind == OpKind.SAMPLE for launch in launches)
-        self._step = GpuStep(model.device, launches, Exchange(self._before, self._after))
-        self._inputs: StepInputs = model.prefill_inputs
+        exchange = Exchange(self._before, self._after, self._take_inputs, self._leave_answers)
+        self._step = GpuStep(model.device, launches, exchange)
+        self._step_now: PreparedStep | None = None  # for the exchange
 
     @property
     def counters(self) -> Counters:
         return self._step.counters
 
     def _before(self, shape: StepShape) -> None:
-        self._inputs.upload(shape.n_sequences)
+        step = self._step_now
+        assert step is not None
+        self._own_block(step).upload(shape.n_sequences)
         if self._receives and self._residual is not None:
             size_bytes = shape.n_tokens * self._residual.row_bytes
             self.model.device.copy_in(self.model.buffer(RESIDUAL).values, self._residual.address, size_bytes)
@@ -79,31 +82,61 @@ class GpuSection:
         if self._sends and self._residual is not None:
             size_bytes = shape.n_tokens * self._residual.row_bytes
             self.model.device.copy_out(self._residual.address, self.model.buffer(RESIDUAL).values, size_bytes)
-        if self._has_head and self.model.sampling is not None:
-            self.model.sampling.fetch(shape)
+
+    def _take_inputs(self, shape: StepShape) -> None:
+        if shape.is_decode:
+            self.model.kernels.receive(shape)
+
+    def _leave_answers(self, shape: StepShape) -> None:
+        if self._has_head:
+            self.model.kernels.send(shape)
 
     def run(self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken] | None:
         """Raises StepCancelled, StepFailed for logits that can not be used."""
         self.model.device.bind()
+        self._step_now = prepared
         shape = self._localised(prepared)
-        if self._has_head and self.model.sampling is not None:
-            self.model.sampling.upload_pools(prepared.n_history, prepared.n_biases)
         if shape.is_decode:
             self._step.decode(shape)
         elif not self._step.eager(shape, cancel.is_set):
             raise StepCancelled("the step was cancelled")
         if not self._has_head or self.model.sampling is None or not prepared.outputs:
             return None
-        return None if shape.sampling == "none" else read_answers(prepared, self.model.sampling)
+        return None if shape.sampling == "none" else self._read(prepared)
+
+    def can_start(self, prepared: PreparedStep) -> bool:
+        return self._step.has_graph(prepared.shape)
+
+    def start(self, prepared: PreparedStep) -> Any:
+        """Queue a decode step of a model that is here as a whole; the mark of its end."""
+        self._step_now = prepared
+        return self._step.start(prepared.shape)
+
+    def finish(self, prepared: PreparedStep, mark: Any) -> list[SampledToken]:
+        """The answers of a step that `start` queued."""
+        self.model.device.await_mark(mark)
+        return self._read(prepared)
+
+    def _read(self, prepared: PreparedStep) -> list[SampledToken]:
+        assert self.model.sampling is not None
+        return read_answers(prepared, self.model.sampling.blocks[prepared.inputs.slot])
+
+    def _own_block(self, prepared: PreparedStep) -> InputBlock:
+        """This device's counterpart of the block that was filled."""
+        if prepared.shape.is_decode:
+            return self.model.decode_inputs.blocks[prepared.inputs.slot]
+        return self.model.prefill_inputs
 
     def _localised(self, prepared: PreparedStep) -> StepShape:
         """The shape with this device's addresses; another device's inputs are copied over."""
-        shape = prepared.shape
-        self._inputs = self.model.decode_inputs if shape.is_decode else self.model.prefill_inputs
-        if self._inputs is prepared.inputs:
-            return shape
-        self._inputs.copy_from(prepared.inputs)
-        return replace(shape, inputs=self._inputs.addresses)
+        own = self._own_block(prepared)
+        if own is prepared.inputs:
+            return prepared.shape
+        own.copy_from(prepared.inputs)
+        addresses = (
+            self.model.decode_inputs if prepared.shape.is_decode else self.model.prefill_inputs
+        ).addresses
+        return replace(prepared.shape, inputs=addresses, mailbox=own.mailbox)
 
 
 class CpuSection:

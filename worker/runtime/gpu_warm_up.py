@@ -57,7 +57,7 @@ def warm_up(executor: Warmed, batches: list[StepBatch], *, is_whole: bool) -> No
         if batch.n_tokens > MOST_RUN_TOKENS:
             continue
         executor.run(batch, CancelFlag())
-        if batch.is_decode:  # the first step of a shape is not captured yet
+        if batch.is_decode:  # each of the two blocks of inputs has a graph of its own
             executor.run(batch, CancelFlag())
 
 
@@ -75,8 +75,11 @@ def usual_batches(executor: Warmed, n_sequences: int) -> Iterator[StepBatch]:
 
 def _enqueue_all(model: DeviceModel, shapes: list[StepShape]) -> None:
     for shape in shapes:
+        if shape.is_decode:
+            model.kernels.receive(shape)
         for launch in model.launches:
             launch.enqueue(shape)
+        model.kernels.send(shape)
 
 
 def _tune(executor: Warmed) -> None:

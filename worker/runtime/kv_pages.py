@@ -137,6 +137,7 @@ class PagePool:
                 node = self._insert(parent, key, pages.page_ids[index])
             else:
                 self._free.append(pages.page_ids[index])
+                pages.page_ids = list(pages.page_ids)  # a list that an executor has seen only grows
                 pages.page_ids[index] = node.page_id
             self._hold(node)
             pages._path.append(node)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worker.protocol import Generate, SamplingParams, Score, Timings
-from worker.runtime.executor import MAX_TOP, Output, Sampler
+from worker.runtime.executor import DRAWN, MAX_TOP, Output, Sampler
 from worker.runtime.kv_pages import SequencePages
 
 
@@ -69,6 +70,12 @@ class Request:
         """What is wanted of a part that computes positions [first, end)."""
         raise TypeError("a request is a generation or a scoring")
 
+    def ahead(self) -> tuple[int, Output] | None:
+        """While the last known token is computed: the one behind it, DRAWN where only that step will tell, and what is
+        wanted of it. None when there is nothing behind it, or nothing that could be computed before its answer is here.
+        """
+        return None
+
     def timings(self, now_s: float) -> Timings:
         """The times that passed so far; a request that never ran has only waited."""
         admitted_s = self.admitted_s if self.admitted_s is not None else now_s
@@ -106,11 +113,23 @@ class Generation(Request):
     def outputs(self, first: int, end: int) -> tuple[Output, ...]:
         if end < len(self.tokens):
             return ()
-        draw = len(self.tokens) - self.n_prompt
-        if self.teacher_ids is not None and self.sampler.top >= 0:
-            return (Output(end - 1 - first, target=self.teacher_ids[draw], top=self.sampler.top),)
         history = self.tokens[-self.history_tokens :] if self.history_tokens else ()
-        return (Output(end - 1 - first, self.sampler, history, draw),)
+        return (self._output(end - 1 - first, history, len(self.tokens) - self.n_prompt),)
+
+    def ahead(self) -> tuple[int, Output] | None:
+        if len(self.tokens) + 1 >= self.end_tokens:
+            return None
+        draw = len(self.tokens) - self.n_prompt
+        token_id = DRAWN if self.teacher_ids is None else self.teacher_ids[draw]
+        history: Sequence[int] = ()
+        if self.history_tokens:
+            history = [*self.tokens, token_id][-self.history_tokens :]
+        return token_id, self._output(0, history, draw + 1)
+
+    def _output(self, row: int, history: Sequence[int], draw: int) -> Output:
+        if self.teacher_ids is not None and self.sampler.top >= 0:
+            return Output(row, target=self.teacher_ids[draw], top=self.sampler.top)
+        return Output(row, self.sampler, history, draw)
 
     def next_token(self, drawn_id: int) -> int:
         """The id that goes on: the drawn one, or the teacher's."""

@@ -1,14 +1,20 @@
 """Continuous batching: which tokens of which requests share the next step, and what becomes of the results.
 
-One call of `step` is one forward pass: admit from the queue, make room, plan, run, deliver. Requests are
+One call of `step` delivers one forward pass: admit from the queue, make room, plan, run, deliver. Requests are
 served first come first served; every running one that decodes gets its token in every step, and prompts
 fill the rest of the step up to a time budget. When the key/value cache is full, the youngest request goes
 back to the queue and is computed again later: its stream goes on where it stopped, with the tokens it would
 have had.
+
+While everybody decodes and nobody joins, an executor that can (`RunsAhead`) gets the next step before the
+answers of the last are looked at, and does not wait for Python between them. Who ended with those answers
+has a part in the queued step that nobody wants; its result is dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import secrets
 import time
 from collections import deque
@@ -20,12 +26,13 @@ from worker.runtime.cancel import CancelBoard
 from worker.runtime.executor import (
     PAGE_TOKENS,
     Executor,
+    RunsAhead,
     SampledToken,
-    SequencePart,
     StepBatch,
     StepCancelled,
     StepFailed,
 )
+from worker.runtime.flight import Flight, Plan, batch_behind, batch_of
 from worker.runtime.kv_pages import PagePool
 from worker.runtime.pace import Pace, share_budget
 from worker.runtime.requests import (
@@ -40,8 +47,6 @@ from worker.runtime.requests import (
 
 LONGEST_STEP_S = 5.0
 """Bound on a step that only computes prompts: whoever arrives in the meantime waits for its end."""
-
-Plan = list[tuple[Request, int]]  # who takes part in a step, and with how many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,9 @@ class Scheduler:
         board: CancelBoard | None = None,
     ) -> None:
         self._executor = executor
+        self._ahead = executor if isinstance(executor, RunsAhead) else None
+        self._behind: Flight | None = None  # queued behind the step that was delivered last
+        self._landed_s = -math.inf  # when that was
         self._emit = emit
         self._clock = clock
         self.max_sequences = min(limits.max_sequences, executor.max_outputs, executor.max_tokens)
@@ -100,7 +108,7 @@ class Scheduler:
     # ---- from outside ---------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self._running or self._queue)
+        return bool(self._running or self._queue or self._behind)
 
     def is_known(self, request_id: str) -> bool:
         """True while a request of this id waits or runs."""
@@ -138,12 +146,16 @@ class Scheduler:
             self._fail(request, code, message)
 
     def step(self) -> None:
-        """One forward pass, when there is something to do."""
-        self._admit()
-        self._make_room()
-        plan = self._plan()
-        if plan:
-            self._run(plan)
+        """Deliver one forward pass, when there is something to do; another may be under way then."""
+        flight, self._behind = self._behind, None
+        if flight is None:
+            self._admit()
+            self._make_room()
+            plan = self._plan()
+            if not plan:
+                return
+            flight = self._begin(plan)
+        self._land(flight)
 
     def stats(self) -> dict[str, float | int | None]:
         counters, pool = self.counters, self.pool
@@ -243,43 +255,87 @@ class Scheduler:
 
     # ---- a step ---------------------------------------------------------------------------------
 
-    def _run(self, plan: Plan) -> None:
-        """Run the plan and deliver. When it fails, each request is tried by itself, so that one bad request does
-        not end the others."""
-        batch = _batch_of(plan)
-        self.board.begin_step({request.request_id for request, _ in plan})
-        started_s = self._clock()
+    def _begin(self, plan: Plan) -> Flight:
+        batch = batch_of(plan)
+        return Flight(plan, batch, self._clock(), self._submit(batch))
+
+    def _submit(self, batch: StepBatch) -> object | None:
+        if self._ahead is None:
+            return None
         try:
-            answers = self._executor.run(batch, self.board.flag)
+            return self._ahead.submit(batch)
+        except StepFailed:
+            return None  # `run` will say so again
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """Queue the step behind a running one, if the same requests take part in both."""
+        if flight.ticket is None or len(flight.living()) < len(flight.plan):
+            return None
+        self._admit()
+        if len(flight.plan) < len(self._running):
+            return None
+        batch = batch_behind(flight.plan)
+        if batch is None or not all(
+            self.pool.reserve(request.pages, request.n_known + 1)
+            for request, _ in flight.plan
+            if request.pages is not None
+        ):
+            return None
+        ticket = self._submit(batch)
+        return None if ticket is None else Flight(flight.plan, batch, self._clock(), ticket)
+
+    def _land(self, flight: Flight) -> None:
+        """Get the answers and deliver them. When the step fails, each request is tried by itself, so that one bad
+        request does not end the others."""
+        self.board.begin_step([request.request_id for request, _ in flight.plan])
+        try:
+            self._behind = self._follow(flight)
+            answers = self._answers(flight)
         except StepCancelled:
             return
         except StepFailed as error:
-            if len(plan) == 1:
-                self._fail(plan[0][0], "internal", str(error))
-                return
-            for entry in plan:
-                self._run([entry])
+            self._recover(flight, error)
             return
-        finally:
-            self.board.end_step()
-        ended_s = self._clock()
+        now_s = self._clock()
+        step_s = now_s - max(flight.began_s, self._landed_s)
+        self._landed_s = now_s
         self.counters.steps += 1
-        self.counters.executor_s += ended_s - started_s
-        self._pace.note(ended_s - started_s, batch.n_tokens - sum(1 for _, n in plan if n == 1))
-        self._deliver(plan, batch, answers, ended_s)
+        self.counters.executor_s += step_s
+        self._pace.note(step_s, flight.n_prompt_tokens)
+        self._deliver(flight, answers, now_s)
 
-    def _deliver(self, plan: Plan, batch: StepBatch, answers: list[SampledToken], now_s: float) -> None:
-        if len(answers) != batch.n_outputs:
-            raise RuntimeError(f"the executor gave {len(answers)} answers to {batch.n_outputs} outputs")
+    def _answers(self, flight: Flight) -> list[SampledToken]:
+        if flight.ticket is None or self._ahead is None:
+            return self._executor.run(flight.batch, self.board.flag)
+        return self._ahead.collect(flight.ticket)
+
+    def _recover(self, flight: Flight, error: StepFailed) -> None:
+        """After a failed step: what was queued behind it is worth nothing."""
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            with contextlib.suppress(StepFailed):
+                self._answers(behind)
+        for entry in flight.living():
+            if len(flight.plan) == 1:
+                self._fail(entry[0], "internal", str(error))
+            else:
+                self._land(self._begin([entry]))
+
+    def _deliver(self, flight: Flight, answers: list[SampledToken], now_s: float) -> None:
+        if len(answers) != flight.batch.n_outputs:
+            raise RuntimeError(
+                f"the executor gave {len(answers)} answers to {flight.batch.n_outputs} outputs"
+            )
         first = 0
-        for (request, n_tokens), part in zip(plan, batch.parts, strict=True):
+        for (request, n_tokens), part in zip(flight.plan, flight.batch.parts, strict=True):
+            begin, first = first, first + len(part.outputs)
+            if request.pages is None:  # ended while this was queued
+                continue
             request.n_computed += n_tokens
-            end = first + len(part.outputs)
             if isinstance(request, Scoring):
-                self._deliver_scores(request, answers[first:end])
-            elif isinstance(request, Generation) and end > first:
-                self._deliver_token(request, answers[first], now_s)
-            first = end
+                self._deliver_scores(request, answers[begin:first])
+            elif isinstance(request, Generation) and first > begin:
+                self._deliver_token(request, answers[begin], now_s)
             if request.reuse and request.pages is not None:
                 self.pool.share(request.pages, request.tokens, request.n_computed)
 
@@ -329,17 +385,3 @@ class Scheduler:
             self.pool.close(request.pages, request.tokens, request.n_computed, keep=request.reuse)
         request.pages = None
         request.n_computed = 0
-
-
-def _batch_of(plan: Plan) -> StepBatch:
-    parts: list[SequencePart] = []
-    n_tokens = n_outputs = 0
-    for request, count in plan:
-        assert request.pages is not None
-        first = request.n_computed
-        outputs = request.outputs(first, first + count)
-        tokens = request.tokens[first : first + count]
-        parts.append(SequencePart(tokens, first, request.pages.page_ids, outputs))
-        n_tokens += count
-        n_outputs += len(outputs)
-    return StepBatch(tuple(parts), n_tokens, n_outputs)

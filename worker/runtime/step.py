@@ -5,6 +5,8 @@ Everything is allocated once. At one token a step Python writes a dozen integers
 
 from __future__ import annotations
 
+from ctypes import sizeof
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,14 +16,13 @@ from worker.cpu.batch import StepBatch as StepArrays
 from worker.cpu.handles import KvCache, Step, Team
 from worker.cpu.library import Library
 from worker.cpu.structs import SampledStruct, SamplerStruct, WeightStruct
-from worker.ops.batch import PAGE_TOKENS, Batch
+from worker.ops.batch import PAGE_TOKENS, Batch, PageTables
 from worker.ops.oplist import OpList
 from worker.runtime.executor import (
     CancelFlag,
     Output,
     SampledToken,
     Sampler,
-    SequencePart,
     StepBatch,
     StepCancelled,
     StepFailed,
@@ -54,6 +55,16 @@ class NativeExecutor:
         max_sequences = max(placement.max_sequences, 1) + 1  # one more for a score request
         self._arrays = StepArrays(step.max_tokens, max_sequences, step.max_outputs, max_pages)
         self._slots = [_SamplerSlot(self._arrays.samplers[i]) for i in range(step.max_outputs)]
+        self._sampled = list(self._arrays.sampled)
+        self._drawn = np.frombuffer(memoryview(self._arrays.sampled), np.int32)[
+            :: sizeof(SampledStruct) // 4
+        ].data
+        self._page_tables = PageTables(self._arrays.page_tables)
+        # memoryviews, since setting one number of an array takes a long way through numpy
+        self._token_ids, self._positions = self._arrays.token_ids.data, self._arrays.positions.data
+        self._one_each = (
+            0  # so many sequences the arrays are laid out for, when each has one token and one output
+        )
 
     @property
     def weight_structs(self) -> list[WeightStruct]:
@@ -88,22 +99,50 @@ class NativeExecutor:
             raise StepFailed(str(error)) from error
         if not finished:
             raise StepCancelled("the step was cancelled")
-        sampled = self._arrays.sampled
-        return [_answer(sampled[index], output) for index, output in enumerate(outputs)]
+        return [
+            SampledToken(self._drawn[row])
+            if output.sampler is not None and output.sampler.top < 0
+            else _with_logprobs(self._sampled[row])
+            for row, output in enumerate(outputs)
+        ]
 
     def _fill(self, batch: StepBatch) -> list[Output]:
+        if batch.is_decode and batch.n_outputs == batch.n_tokens:
+            return self._fill_one_each(batch)
+        self._one_each = 0
         arrays, struct = self._arrays, self._arrays.struct
         outputs: list[Output] = []
         row = 0
         for sequence, part in enumerate(batch.parts):
-            count = _fill_part(arrays, sequence, row, part)
+            end = row + len(part.token_ids)
+            arrays.token_ids[row:end] = part.token_ids
+            arrays.positions[row:end] = np.arange(part.first_position, part.first_position + end - row)
+            arrays.sequence_first[sequence] = row
+            self._page_tables.set(sequence, part.page_ids, part.first_position + end - row)
             for output in part.outputs:
                 arrays.output_rows[len(outputs)] = row + output.row
                 self._slots[len(outputs)].set(output)
                 outputs.append(output)
-            row += count
+            row = end
         arrays.sequence_first[len(batch.parts)] = row
         struct.n_tokens, struct.n_sequences, struct.n_outputs = row, len(batch.parts), len(outputs)
+        return outputs
+
+    def _fill_one_each(self, batch: StepBatch) -> list[Output]:
+        """A decode step: what is the same as in the last one is left as it is."""
+        token_ids, positions, count = self._token_ids, self._positions, len(batch.parts)
+        outputs: list[Output] = []
+        for row, part in enumerate(batch.parts):
+            token_ids[row], positions[row] = part.token_ids[0], part.first_position
+            self._page_tables.set(row, part.page_ids, part.first_position + 1)
+            self._slots[row].set(part.outputs[0])
+            outputs.append(part.outputs[0])
+        if count != self._one_each:
+            self._one_each = count
+            arrays, struct = self._arrays, self._arrays.struct
+            arrays.sequence_first[: count + 1] = np.arange(count + 1)
+            arrays.output_rows[:count] = np.arange(count)
+            struct.n_tokens = struct.n_sequences = struct.n_outputs = count
         return outputs
 
     def logits(self, batch: Batch) -> npt.NDArray[np.float32]:
@@ -142,25 +181,10 @@ class NativeExecutor:
             self._weights.arena.close()
 
 
-def _fill_part(arrays: StepArrays, sequence: int, row: int, part: SequencePart) -> int:
-    count = len(part.token_ids)
-    pages = part.page_ids
-    if count == 1:
-        arrays.token_ids[row] = part.token_ids[0]
-        arrays.positions[row] = part.first_position
-    else:
-        arrays.token_ids[row : row + count] = part.token_ids
-        arrays.positions[row : row + count] = np.arange(part.first_position, part.first_position + count)
-    used = (part.first_position + count - 1) // PAGE_TOKENS + 1
-    arrays.page_tables[sequence, :used] = pages[:used]
-    arrays.sequence_first[sequence] = row
-    return count
-
-
 class _SamplerSlot:
     """One sampler struct of the batch; rewritten only as far as the output differs from the last one."""
 
-    __slots__ = ("_bias_ids", "_bias_values", "_history", "_sampler", "_struct")
+    __slots__ = ("_bias_ids", "_bias_values", "_draws", "_history", "_sampler", "_struct")
 
     def __init__(self, struct: SamplerStruct) -> None:
         self._struct = struct
@@ -168,6 +192,7 @@ class _SamplerSlot:
         self._bias_ids = np.zeros(1, np.int32)
         self._bias_values = np.full(1, FORCED_BIAS, np.float32)
         self._history = np.zeros(0, np.int32)
+        self._draws = False  # chance has a part in it
 
     def set(self, output: Output) -> None:
         if output.sampler is None:
@@ -175,11 +200,12 @@ class _SamplerSlot:
             return
         if output.sampler is not self._sampler:
             self._configure(output.sampler)
-        self._struct.draw = output.draw
-        if output.history:
+        if self._draws:
+            self._struct.draw = output.draw
+        if len(output.history) or len(self._history):
             self._history = np.asarray(output.history, np.int32)
             self._struct.history = self._history.ctypes.data
-        self._struct.n_history = len(output.history)
+            self._struct.n_history = len(self._history)
 
     def _configure(self, sampler: Sampler) -> None:
         struct, self._sampler = self._struct, sampler
@@ -188,6 +214,7 @@ class _SamplerSlot:
         struct.presence_penalty = sampler.presence_penalty
         struct.frequency_penalty = sampler.frequency_penalty
         struct.n_top = sampler.top
+        self._draws = sampler.temperature > 0
         self._set_bias(sampler.bias_ids, sampler.bias_values)
 
     def _force(self, output: Output) -> None:
@@ -196,7 +223,7 @@ class _SamplerSlot:
         greedy = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), (), output.top)
         self._configure(greedy)
         self._set_bias((output.target,), (float(FORCED_BIAS),))
-        self._struct.n_history = 0
+        self._struct.n_history, self._history = 0, self._history[:0]
 
     def _set_bias(self, ids: tuple[int, ...], values: tuple[float, ...]) -> None:
         struct = self._struct
@@ -207,10 +234,7 @@ class _SamplerSlot:
         struct.n_bias = len(ids)
 
 
-def _answer(sampled: SampledStruct, output: Output) -> SampledToken:
-    wants_logprobs = output.sampler is None or output.sampler.top >= 0
-    if not wants_logprobs:
-        return SampledToken(sampled.token)
+def _with_logprobs(sampled: SampledStruct) -> SampledToken:
     count = sampled.n_top
     top = list(zip(sampled.top_ids[:count], sampled.top_logprobs[:count], strict=True))
     return SampledToken(sampled.token, sampled.logprob, top)
