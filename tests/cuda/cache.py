@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from tests.cuda.machine import Machine
 from worker.cuda.attention_values import Heads, KvPointers, StepPointers
+from worker.cuda.kv_cache import unit_order
 from worker.ops.batch import PAGE_TOKENS
 
 
@@ -64,7 +67,7 @@ class TestCache:
                 page = self.tables[row, position // PAGE_TOKENS]
                 dense[page, :, position % PAGE_TOKENS] = values[position]
         if not self.is_q8:
-            self.pointers[index] = self.machine.put(dense.astype(np.float16))
+            self.pointers[index] = self.machine.put(self._reordered(dense.astype(np.float16)))
         else:
             groups = dense.reshape(*self.scale_shape, 32)
             scales = (np.abs(groups).max(axis=-1) / 127).astype(np.float16)
@@ -88,9 +91,17 @@ class TestCache:
     def read(self, index: int, sequence: int) -> NDArray[np.float32]:
         """Keys (0) or values (1) of a sequence as the cache holds them, f32 [tokens, kv_heads, head_dim]."""
         codes = self.machine.get(self.pointers[index]).astype(np.float32)
-        if self.is_q8:
+        if not self.is_q8:
+            codes = self._reordered(codes)
+        else:
             scales = self.machine.get(self.scale_pointers[index]).astype(np.float32)
             codes = (codes.reshape(*self.scale_shape, 32) * scales[..., None]).reshape(self.shape)
         positions = np.arange(self.lengths[sequence])
         pages = self.tables[sequence][positions // PAGE_TOKENS]
         return codes[pages, :, positions % PAGE_TOKENS]
+
+    def _reordered(self, values: NDArray[Any]) -> NDArray[Any]:
+        """f16 rows from plain order into the cache's, or back."""
+        order = unit_order(self.heads.head_dim)
+        units = values.reshape(*self.shape[:3], -1, 8)
+        return np.take_along_axis(units, order[None, None, :, :, None], axis=3).reshape(self.shape)

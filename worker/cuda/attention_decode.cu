@@ -1,218 +1,119 @@
-// Decode attention for short contexts, on CUDA cores: a block takes HEADS query heads of one kv head and a share of the
-// positions; some lanes of a warp share a position, each with its part of the dimensions.
-// Variants: -DHEAD_DIM, -DKV_Q8, -DHEADS, -DWARPS, -DFUSED.
-#include "decode.cuh"
+// Decode attention on tensor cores: the query heads of a kv head are the rows of the products. Splits share the visible
+// positions of a token; each warp of a split walks over tiles of its own without a barrier until the end.
+// Variants: -DHEAD_DIM, -DKV_Q8, -DHEADS (at most 16), -DWARPS (2 or more), -DSTAGES, -DCLUSTER, -DFUSED, and those of
+// rope.cuh.
+#include "decode_merge.cuh"
+#include "decode_tiles.cuh"
 
-constexpr int kLanes = HEAD_DIM == 256 ? 16 : 8;  // that share a position
-constexpr int kPerLane = HEAD_DIM / kLanes;
-constexpr int kUnit = kPerLane % 8 == 0 ? 8 : kPerLane % 4 == 0 ? 4 : 2;  // neighbouring dimensions, one load
-constexpr int kUnits = kPerLane / kUnit;
-constexpr int kAtOnce = 2;  // positions whose loads are under way together
+constexpr int kAhead = kSteps < 8 ? kSteps : 8;  // products whose keys, or values, are loaded together
 
-// first dimension of unit `unit` of a lane: neighbouring lanes read neighbouring units
-INLINE int unit_dim(int unit, int lane) { return (unit * kLanes + lane) * kUnit; }
+// sums = sums * fades + values' [HEAD_DIM x kTile] weights' [kTile x heads]: turned over, heads are the columns, so
+// that few of them waste little.
+INLINE void add_values(WarpState& state, const float (&fades)[kRows], const float (&weights)[kTile / 8][4],
+                       const u16* values) {
+  const int lane = threadIdx.x % 32, value_row = lane / 16 * 8 + lane % 8, odd = lane / 8 % 2;
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    const float even = __shfl_sync(FULL_WARP, fades[row], lane % 4 * 8);
+    const float odd = __shfl_sync(FULL_WARP, fades[row], lane % 4 * 8 + 4);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      float(&sums)[4] = state.sums[row][i];
+      sums[0] *= even, sums[1] *= odd, sums[2] *= even, sums[3] *= odd;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kTile / 16; ++step) {
+    u32 b[kRows][2];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        b[row][half] = pack_half2(weights[2 * step + half][2 * row], weights[2 * step + half][2 * row + 1]);
+#pragma unroll
+    for (int first = 0; first < kSteps; first += kAhead) {
+      u32 a[kAhead][4];
+#pragma unroll
+      for (int i = 0; i < kAhead && first + i < kSteps; ++i)
+        load_tiles_transposed(a[i], tile_row(values, 16 * step + value_row, 2 * (first + i), odd));
+#pragma unroll
+      for (int i = 0; i < kAhead && first + i < kSteps; ++i)
+#pragma unroll
+        for (int row = 0; row < kRows; ++row)
+          mma_f16(state.sums[row][first + i], a[i][0], a[i][1], a[i][2], a[i][3], b[row][0], b[row][1]);
+    }
+  }
+}
 
-// One lane's part of a key or value as it lies in memory.
-struct Part {
+INLINE void absorb_tile(WarpState& state, const QueryTile& queries, const u16* halves, const Scoring& scoring,
+                        const DecodeBlock& block, int tile) {
+  const int first = tile * kTile;
+  const bool masked = first < block.begin || first + kTile > block.end;
+  int begin[kRows], end[kRows];
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) begin[row] = block.begin, end[row] = block.end;
+  float scores[kTile / 8][4], fades[kRows];
+  score_tile<kTile, kAhead>(queries, halves, scores);
+  finish_scores<kTile, kRows>(scores, scoring, masked, first, begin, end);
+  weigh_scores<kTile, kRows>(state.softmax, scores, fades);
+  add_values(state, fades, scores, halves + kTile * HEAD_DIM);
+}
+
+// All tiles of a warp; a stage is filled again as soon as its tile is read.
+INLINE void walk(WarpState& state, WarpTiles& tiles, const QueryTile& queries, const Scoring& scoring,
+                 const Prepared& prepared) {
+  const DecodeBlock& block = tiles.block;
+  int stage = 0;
+  for (int number = 0; tiles.has(number); ++number) {
+    const int tile = tiles.tile(number);
+    tiles.wait();
+    if (FUSED && tile == block.position / kTile) patch_own(tiles.stage(stage), block.position % kTile, prepared);
 #if KV_Q8
-  static constexpr int kBytes = kUnit;
-  u16 scales[kUnits];
+    u16* halves = (u16*)tiles.stage(STAGES);
+    expand_tile(halves, tiles.stage(stage));
+    __syncwarp();
+    tiles.fetch(number + STAGES, stage);
+    absorb_tile(state, queries, halves, scoring, block, tile);
+    __syncwarp();
 #else
-  static constexpr int kBytes = 2 * kUnit;
+    absorb_tile(state, queries, (const u16*)tiles.stage(stage), scoring, block, tile);
+    __syncwarp();
+    tiles.fetch(number + STAGES, stage);
 #endif
-  static constexpr int kWords = (kBytes + 3) / 4;
-  u32 words[kUnits][kWords];
-
-  INLINE void load(const void* base, const u16* scale_base, u64 row, int lane) {
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      const int dim = unit_dim(unit, lane);
-      const u8* source = (const u8*)base + (row * HEAD_DIM + dim) * (kBytes / kUnit);
-      if (kBytes == 16) {
-        const uint4 four = __ldcg((const uint4*)source);
-        words[unit][0] = four.x, words[unit][1 % kWords] = four.y;
-        words[unit][2 % kWords] = four.z, words[unit][3 % kWords] = four.w;
-      } else if (kBytes == 8) {
-        const uint2 two = __ldcg((const uint2*)source);
-        words[unit][0] = two.x, words[unit][1 % kWords] = two.y;
-      } else {
-        words[unit][0] = kBytes == 4 ? __ldcg((const u32*)source) : __ldcg((const u16*)source);
-      }
-#if KV_Q8
-      scales[unit] = __ldcg(scale_base + row * (HEAD_DIM / 32) + dim / 32);
-#endif
-    }
-  }
-
-  INLINE void unpack(float (&values)[kPerLane]) const {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int unit = i / kUnit, element = i % kUnit;
-#if KV_Q8
-      const int code = (signed char)(words[unit][element / 4] >> 8 * (element % 4));
-      values[i] = (float)code * half_to_float(scales[unit]);
-#else
-      values[i] = half_to_float((u16)(words[unit][element / 2] >> 16 * (element % 2)));
-#endif
-    }
-  }
-};
-
-// The running softmax of one lane group: largest score, mass, weighted sum of values.
-struct Running {
-  float largest, mass, sums[kPerLane];
-
-  INLINE void clear() {
-    largest = kNoScore;
-    mass = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) sums[i] = 0.0f;
-  }
-};
-
-INLINE void load_query(const float* query, float factor, int lane, float (&out)[kPerLane]) {
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) out[i] = query[unit_dim(i / kUnit, lane) + i % kUnit] * factor;
-}
-
-INLINE float dot(const float (&a)[kPerLane], const float (&b)[kPerLane]) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) sum = fmaf(a[i], b[i], sum);
-#pragma unroll
-  for (int offset = kLanes / 2; offset; offset >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, offset);
-  return sum;
-}
-
-// Adds `Count` positions, given their scores and values.
-template <int Count>
-INLINE void absorb(Running& running, const float (&scores)[Count], const Part (&parts)[Count]) {
-  float largest = running.largest;
-#pragma unroll
-  for (int i = 0; i < Count; ++i) largest = fmaxf(largest, scores[i]);
-  const float fade = exp2f(running.largest - largest);
-  running.largest = largest;
-  running.mass *= fade;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) running.sums[i] *= fade;
-#pragma unroll
-  for (int j = 0; j < Count; ++j) {
-    const float weight = scores[j] > kNoScore ? exp2f(scores[j] - largest) : 0.0f;
-    float values[kPerLane];
-    parts[j].unpack(values);
-    running.mass += weight;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) running.sums[i] = fmaf(weight, values[i], running.sums[i]);
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
 }
 
-// Makes the lane groups of a warp one.
-INLINE void merge_lanes(Running& running) {
-#pragma unroll
-  for (int offset = kLanes; offset < 32; offset <<= 1) {
-    const float other = __shfl_xor_sync(FULL_WARP, running.largest, offset);
-    const float largest = fmaxf(running.largest, other);
-    const float fade = exp2f(running.largest - largest);
-    running.largest = largest;
-    running.mass *= fade;
-    running.mass += __shfl_xor_sync(FULL_WARP, running.mass, offset);
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const float own = running.sums[i] * fade;
-      running.sums[i] = own + __shfl_xor_sync(FULL_WARP, own, offset);
-    }
-  }
-}
-
-// Keys and values of the positions that a lane group looks at together.
-struct Batch {
-  Part keys[kAtOnce], values[kAtOnce];
-  int positions[kAtOnce];
-  bool seen[kAtOnce];
-
-  INLINE void place(int first, const Visible& visible) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      positions[i] = first + (i * WARPS + threadIdx.x / 32) * (32 / kLanes) + threadIdx.x % 32 / kLanes;
-      seen[i] = visible(positions[i]) && positions[i] < visible.last_page * kPageTokens;
-      if (!seen[i]) positions[i] = visible.end - 1;
-    }
-  }
-  // those of the pages first_page..last_page
-  INLINE void load(const Cache& cache, int first_page, int last_page) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int page = positions[i] / kPageTokens;
-      if (page < first_page || page > last_page) continue;
-      const u64 row = cache.row(positions[i]);
-      keys[i].load(cache.keys, cache.key_scales, row, threadIdx.x % kLanes);
-      values[i].load(cache.values, cache.value_scales, row, threadIdx.x % kLanes);
-    }
-  }
-};
-
-INLINE void absorb_batch(Running (&running)[HEADS], const float (&queries)[HEADS][kPerLane], const Batch& batch,
-                         const Scoring& scoring) {
-  float scores[HEADS][kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    float key[kPerLane];
-    batch.keys[i].unpack(key);
-#pragma unroll
-    for (int head = 0; head < HEADS; ++head) {
-      const float score = scoring(dot(queries[head], key));
-      scores[head][i] = batch.seen[i] ? score : kNoScore;
-    }
-  }
-#pragma unroll
-  for (int head = 0; head < HEADS; ++head) absorb(running[head], scores[head], batch.values);
-}
-
-INLINE void publish(const WarpSums<HEAD_DIM>& warps, const Running& running, int head) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (lane >= kLanes) return;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) warps.of(warp, head)[unit_dim(i / kUnit, lane) + i % kUnit] = running.sums[i];
-  if (lane == 0) warps.mass(warp, head) = make_float2(running.largest, running.mass);
-}
+// Few registers, so that a block finds room beside those of the kernel in front and fetches meanwhile.
+constexpr int kMinBlocks = HEAD_DIM > 128 || kRows > 1 ? 1 : 512 / kThreads;
 
 // grid: splits, kv heads times blocks of HEADS query heads, rows
-KERNEL __launch_bounds__(32 * WARPS, 2) attention_decode(const __grid_constant__ DecodeCall call) {
-  __shared__ Queries shared_queries;
-  __shared__ float sums[WARPS * HEADS * HEAD_DIM];
-  __shared__ float2 masses[WARPS * HEADS];
+KERNEL __launch_bounds__(kThreads, kMinBlocks) attention_decode(const __grid_constant__ DecodeCall call) {
+  DYNAMIC_SHARED(shared);
+  __shared__ Prepared prepared;
+  __shared__ Received received;
+  __shared__ float2 masses[WARPS][HEADS];
   let_next_start();
   const DecodeBlock block(call);
-  const int first = block.visible.first_page * kPageTokens, end = block.visible.last_page * kPageTokens;
-  Batch batch;
-  batch.place(first, block.visible);
-  if (first < end) batch.load(block.cache, 0, block.own_page() - 1);
-  prepare(call, block, shared_queries);
-  if (first < end) batch.load(block.cache, block.own_page(), block.own_page());
-
   const Scoring scoring(call.scale, call.cap);
-  float queries[HEADS][kPerLane];
-  Running running[HEADS];
-#pragma unroll
-  for (int head = 0; head < HEADS; ++head) {
-    load_query(shared_queries.head(min(head, block.n_here - 1)), scoring.query_factor, threadIdx.x % kLanes,
-               queries[head]);
-    running[head].clear();
-  }
-  constexpr int kStride = kAtOnce * WARPS * (32 / kLanes);
-  for (int at = first; at < end; at += kStride) {
-    if (at > first) {
-      batch.place(at, block.visible);
-      batch.load(block.cache, 0, block.own_page());
-    }
-    absorb_batch(running, queries, batch, scoring);
-  }
-  const WarpSums<HEAD_DIM> warps = {sums, masses};
-#pragma unroll
-  for (int head = 0; head < HEADS; ++head) {
-    merge_lanes(running[head]);
-    publish(warps, running[head], head);
-  }
+  WarpHeads heads(call, block);  // its loads go ahead of the many of the tiles
+  WarpTiles tiles(block, shared);
+  heads.make_turns(call, block);
+  clear_unused(prepared);
+  if (CLUSTER > 1) arrive_in_cluster();
+
+  wait_for_inputs();
+  prepare_heads(call, block, heads, scoring.query_factor, prepared);
   __syncthreads();
-  finish(call, block, warps);
+  if (block.writes_cache && threadIdx.x / 32 == WARPS - 1) store_own(call, block, prepared);
+  QueryTile queries;
+  load_queries(queries, prepared);
+  WarpState state;
+  state.clear();
+  walk(state, tiles, queries, scoring, prepared);
+  state.softmax.gather_mass();
+  const WarpSums warps = {shared, kWarpBytes, masses};
+  publish(warps, state);
+  __syncthreads();
+  finish(call, block, warps, received);
 }

@@ -1,5 +1,5 @@
-// Flash attention of prompt tokens on tensor cores: a block takes TILE_ROWS tokens of one query head, 16 a warp, and walks
-// over the positions that they see; keys and values are fetched one block ahead.
+// Flash attention of prompt tokens on tensor cores: a block takes TILE_ROWS tokens of one query head, 16 a warp, and
+// walks over the positions that they see; keys and values are fetched one block ahead.
 // Variants: -DHEAD_DIM, -DKV_Q8, -DTILE_ROWS, -DSTAGES (2: fetch ahead).
 #include "attention_tiles.cuh"
 
@@ -68,17 +68,53 @@ struct WarpTokens {
   }
 };
 
+// The softmax of a warp's 16 tokens and their weighted sums of values, fragments of a product.
+struct RowState {
+  Softmax<2> softmax;
+  float sums[kUnits][4];
+
+  INLINE void clear() {
+    softmax.clear();
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.0f;
+  }
+};
+
+// state.sums = state.sums * fades + weights [16 x kPositions] values [kPositions x HEAD_DIM]
+INLINE void add_values(RowState& state, const float (&fades)[2], const float (&weights)[kPositions / 8][4],
+                       const u16* values) {
+  const int lane = threadIdx.x % 32, row = lane / 8 % 2 * 8 + lane % 8, odd = lane / 16;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i)
+    for (int part = 0; part < 4; ++part) state.sums[i][part] *= fades[part / 2];
+#pragma unroll
+  for (int step = 0; step < kPositions / 16; ++step) {
+    const u32 a[4] = {pack_half2(weights[2 * step][0], weights[2 * step][1]),
+                      pack_half2(weights[2 * step][2], weights[2 * step][3]),
+                      pack_half2(weights[2 * step + 1][0], weights[2 * step + 1][1]),
+                      pack_half2(weights[2 * step + 1][2], weights[2 * step + 1][3])};
+#pragma unroll
+    for (int pair = 0; pair < kUnits / 2; ++pair) {
+      u32 b[4];
+      load_tiles_transposed(b, tile_row(values, 16 * step + row, 2 * pair, odd));
+      mma_f16(state.sums[2 * pair], a[0], a[1], a[2], a[3], b[0], b[1]);
+      mma_f16(state.sums[2 * pair + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+    }
+  }
+}
+
 INLINE void absorb_block(RowState& state, const QueryTile& queries, const u16* stage, const Scoring& scoring,
                          const WarpTokens& tokens, int first) {
   float scores[kPositions / 8][4];
-  score_tile<kPositions>(queries, stage, scores);
-  finish_scores<kPositions>(scores, scoring, tokens.is_masked(first), first, tokens.begin, tokens.end);
-  weigh_scores<kPositions>(state, scores);
-  add_values<kPositions>(state, scores, stage + kPages * kTileHalves);
+  score_tile<kPositions, 1>(queries, stage, scores);
+  finish_scores<kPositions, 2>(scores, scoring, tokens.is_masked(first), first, tokens.begin, tokens.end);
+  float fades[2];
+  weigh_scores<kPositions, 2>(state.softmax, scores, fades);
+  add_values(state, fades, scores, stage + kPages * kTileHalves);
 }
 
 INLINE void store_row(const PrefillCall& call, u64 first, const RowState& state, int row) {
-  const float inverse = 1.0f / state.mass[row];
+  const float inverse = 1.0f / state.softmax.mass[row];
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     const float a = state.sums[i][2 * row] * inverse, b = state.sums[i][2 * row + 1] * inverse;
@@ -123,7 +159,7 @@ KERNEL __launch_bounds__(kThreads, kMinBlocks) attention_prefill(const __grid_co
       fetch_block(stages + (block - first_block + 1) % 2 * kStageHalves, cache, block + 1, last_page);
     if (tokens.sees(block * kPositions)) absorb_block(state, queries, stage, scoring, tokens, block * kPositions);
   }
-  gather_mass(state);
+  state.softmax.gather_mass();
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     if (tokens.rows[i] < tile.y) store_row(call, row_start(i), state, i);

@@ -1,12 +1,10 @@
 // Attention of 16 query rows by one warp on tensor cores: f16 products, f32 sums, running softmax in registers.
 // Fragments are those of m16n8k16: lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next one.
-// Keys and values lie in shared memory as f16 rows of kRowHalves.
+// Keys and values lie in shared memory as rows of the f16 cache do (kv_rows.cuh).
 #pragma once
 #include "attention.cuh"
 
-constexpr int kRowHalves = HEAD_DIM + 8;  // an odd number of 16-byte units: eight rows of a tile hit all banks
 constexpr int kSteps = HEAD_DIM / 16;
-constexpr int kUnits = HEAD_DIM / 8;  // 16-byte units of a row
 
 struct QueryTile {
   u32 fragments[kSteps][4];
@@ -25,66 +23,93 @@ struct QueryTile {
   }
 };
 
-// The softmax state of this lane's two rows, and the weighted sums of values.
-struct RowState {
-  float largest[2], mass[2], sums[kUnits][4];
+// The running softmax of this lane's rows: l / 4 and, with two, l / 4 + 8. Lanes of a row have a part of its mass each.
+template <int Rows>
+struct Softmax {
+  float largest[Rows], mass[Rows];
 
   INLINE void clear() {
-    largest[0] = largest[1] = kNoScore;
-    mass[0] = mass[1] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.0f;
+    for (int row = 0; row < Rows; ++row) largest[row] = kNoScore, mass[row] = 0.0f;
+  }
+  // the whole mass of the rows
+  INLINE void gather_mass() {
+#pragma unroll
+    for (int row = 0; row < Rows; ++row) {
+      mass[row] += __shfl_xor_sync(FULL_WARP, mass[row], 1);
+      mass[row] += __shfl_xor_sync(FULL_WARP, mass[row], 2);
+    }
   }
 };
 
-// scores [16 x Positions] of the query rows and `Positions` rows of keys
-template <int Positions>
+// For load_tiles: unit `unit` (even) or, with `odd`, the next one of row `row` of `rows`; row % 8 is this lane's number
+// % 8. Few different registers for all units: what a unit adds beyond a group of kSwizzle is a constant.
+INLINE const u16* tile_row(const u16* rows, int row, int unit, int odd) {
+  const int group = unit / kSwizzle * kSwizzle, lane_unit = odd ^ swizzled(0, threadIdx.x % 8);
+  return rows + row * HEAD_DIM + group * 8 + ((unit - group) ^ lane_unit) * 8;
+}
+
+// scores [16 x Positions] of the query rows and `Positions` rows of keys; `Ahead` steps are loaded together.
+template <int Positions, int Ahead>
 INLINE void score_tile(const QueryTile& query, const u16* keys, float (&scores)[Positions / 8][4]) {
-  const int lane = threadIdx.x % 32, tile = lane / 8;
-  const u16* own = keys + (tile / 2 * 8 + lane % 8) * kRowHalves + tile % 2 * 8;
+  const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, odd = lane / 8 % 2;
 #pragma unroll
   for (int i = 0; i < Positions / 8; ++i) scores[i][0] = scores[i][1] = scores[i][2] = scores[i][3] = 0.0f;
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const u32(&a)[4] = query.fragments[step];
+  for (int first = 0; first < kSteps; first += Ahead) {
+    u32 b[Ahead][Positions / 16][4];
 #pragma unroll
-    for (int pair = 0; pair < Positions / 16; ++pair) {
-      u32 b[4];
-      load_tiles(b, own + 16 * pair * kRowHalves + 16 * step);
-      mma_f16(scores[2 * pair], a[0], a[1], a[2], a[3], b[0], b[1]);
-      mma_f16(scores[2 * pair + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+    for (int step = first; step < first + Ahead && step < kSteps; ++step)
+#pragma unroll
+      for (int pair = 0; pair < Positions / 16; ++pair)
+        load_tiles(b[step - first][pair], tile_row(keys, row + 16 * pair, 2 * step, odd));
+#pragma unroll
+    for (int step = first; step < first + Ahead && step < kSteps; ++step) {
+      const u32(&a)[4] = query.fragments[step];
+#pragma unroll
+      for (int pair = 0; pair < Positions / 16; ++pair) {
+        const u32(&keys_here)[4] = b[step - first][pair];
+        mma_f16(scores[2 * pair], a[0], a[1], a[2], a[3], keys_here[0], keys_here[1]);
+        mma_f16(scores[2 * pair + 1], a[0], a[1], a[2], a[3], keys_here[2], keys_here[3]);
+      }
     }
   }
 }
 
 // Turns products into scores; those of positions that row r does not see (outside of [begin[r], end[r])) into kNoScore.
-template <int Positions>
-INLINE void finish_scores(float (&scores)[Positions / 8][4], const Scoring& scoring, bool masked,
-                                              int first_position, const int (&begin)[2], const int (&end)[2]) {
+template <int Positions, int Rows>
+INLINE void finish_scores(float (&scores)[Positions / 8][4], const Scoring& scoring, bool masked, int first_position,
+                          const int (&begin)[Rows], const int (&end)[Rows]) {
+  if (scoring.cap != 0.0f) {
+#pragma unroll
+    for (int i = 0; i < Positions / 8; ++i)
+#pragma unroll
+      for (int part = 0; part < 2 * Rows; ++part) scores[i][part] = scoring(scores[i][part]);
+  }
+  if (!masked) return;
   const int column = first_position + 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int i = 0; i < Positions / 8; ++i) {
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      scores[i][part] = scoring(scores[i][part]);
+    for (int part = 0; part < 2 * Rows; ++part) {
       const int position = column + 8 * i + part % 2, row = part / 2;
-      if (masked && (position < begin[row] || position >= end[row])) scores[i][part] = kNoScore;
+      if (position < begin[row] || position >= end[row]) scores[i][part] = kNoScore;
     }
   }
 }
 
-// Replaces scores by weights and fades what was summed before.
-template <int Positions>
-INLINE void weigh_scores(RowState& state, float (&scores)[Positions / 8][4]) {
+// Replaces scores by weights; what was summed before has to be multiplied by `fades`.
+template <int Positions, int Rows>
+INLINE void weigh_scores(Softmax<Rows>& softmax, float (&scores)[Positions / 8][4], float (&fades)[Rows]) {
 #pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    float largest = state.largest[row];
+  for (int row = 0; row < Rows; ++row) {
+    float largest = softmax.largest[row];
 #pragma unroll
     for (int i = 0; i < Positions / 8; ++i) largest = fmaxf(largest, fmaxf(scores[i][2 * row], scores[i][2 * row + 1]));
     largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
-    const float fade = exp2_approximate(state.largest[row] - largest);
-    state.largest[row] = largest;
+    fades[row] = exp2_approximate(softmax.largest[row] - largest);
+    softmax.largest[row] = largest;
     // a row that has seen nothing yet has kNoScore for its largest: its weights must be 0, not exp2(0)
     const float reference = largest > kNoScore ? largest : 0.0f;
     float mass = 0.0f;
@@ -96,61 +121,25 @@ INLINE void weigh_scores(RowState& state, float (&scores)[Positions / 8][4]) {
         mass += scores[i][part];
       }
     }
-    state.mass[row] = state.mass[row] * fade + mass;
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      state.sums[i][2 * row] *= fade;
-      state.sums[i][2 * row + 1] *= fade;
-    }
+    softmax.mass[row] = softmax.mass[row] * fades[row] + mass;
   }
 }
 
-// state.sums += weights [16 x Positions] values [Positions x HEAD_DIM]
-template <int Positions>
-INLINE void add_values(RowState& state, const float (&weights)[Positions / 8][4],
-                                           const u16* values) {
-  const int lane = threadIdx.x % 32, tile = lane / 8;
-  const u16* own = values + (tile % 2 * 8 + lane % 8) * kRowHalves + tile / 2 * 8;
-#pragma unroll
-  for (int step = 0; step < Positions / 16; ++step) {
-    const u32 a[4] = {pack_half2(weights[2 * step][0], weights[2 * step][1]),
-                      pack_half2(weights[2 * step][2], weights[2 * step][3]),
-                      pack_half2(weights[2 * step + 1][0], weights[2 * step + 1][1]),
-                      pack_half2(weights[2 * step + 1][2], weights[2 * step + 1][3])};
-#pragma unroll
-    for (int pair = 0; pair < kUnits / 2; ++pair) {
-      u32 b[4];
-      load_tiles_transposed(b, own + 16 * step * kRowHalves + 16 * pair);
-      mma_f16(state.sums[2 * pair], a[0], a[1], a[2], a[3], b[0], b[1]);
-      mma_f16(state.sums[2 * pair + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-    }
-  }
-}
-
-// The mass of both rows over all columns: lanes of a row have a part each until the end.
-INLINE void gather_mass(RowState& state) {
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    state.mass[row] += __shfl_xor_sync(FULL_WARP, state.mass[row], 1);
-    state.mass[row] += __shfl_xor_sync(FULL_WARP, state.mass[row], 2);
-  }
-}
-
-constexpr int kTileHalves = kPageTokens * kRowHalves;  // a page of keys, or of values
+constexpr int kTileHalves = kPageTokens * HEAD_DIM;  // a page of keys, or of values
 
 #if KV_Q8
-// 16 values of a q8_0 cache as f16
-INLINE void store_codes(u16* target, uint4 codes, u16 scale_bits) {
-  const float scale = half_to_float(scale_bits);
-  const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+// Halves `part` to `part` + 15 of a row from codes of a q8_0 cache. A code plus 1152 is written as the low byte of a
+// half: exact, and cheaper than conversions.
+INLINE void store_codes(u16* row_start, int token, int part, uint4 codes, u16 scale_bits) {
+  const u32 scale = (u32)scale_bits << 16 | scale_bits, words[4] = {codes.x, codes.y, codes.z, codes.w};
   u32 out[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const u32 pair = words[i / 2] >> 16 * (i % 2);
-    out[i] = pack_half2((float)(i8)pair * scale, (float)(i8)(pair >> 8) * scale);
+    const u32 shifted = __byte_perm(words[i / 2] ^ 0x80808080u, 0x64646464u, i % 2 ? 0x4342 : 0x4140);
+    out[i] = half2_mul(half2_sub(shifted, 0x64806480u), scale);
   }
-  *(uint4*)target = make_uint4(out[0], out[1], out[2], out[3]);
-  *(uint4*)(target + 8) = make_uint4(out[4], out[5], out[6], out[7]);
+  *(uint4*)(row_start + swizzled(part / 8, token) * 8) = make_uint4(out[0], out[1], out[2], out[3]);
+  *(uint4*)(row_start + swizzled(part / 8 + 1, token) * 8) = make_uint4(out[4], out[5], out[6], out[7]);
 }
 #endif
 
@@ -158,14 +147,14 @@ INLINE void store_codes(u16* target, uint4 codes, u16 scale_bits) {
 // background where nothing is to convert; else all loads of a thread are under way together.
 template <int Threads>
 INLINE void fetch_page(u16* keys, u16* values, const Cache& cache, int page, int thread) {
-  const u64 first_row = cache.row(page * kPageTokens);
+  const u64 first_row = cache.first_row(cache.pages[page]);
 #if KV_Q8
-  constexpr int kChunks = kPageTokens * HEAD_DIM / 16, kEach = (kChunks + Threads - 1) / Threads;
-  constexpr int kBatch = kEach < 8 ? kEach : 8;
+  constexpr int kChunksInRow = HEAD_DIM / 16, kChunks = kPageTokens * kChunksInRow;
+  constexpr int kEach = (kChunks + Threads - 1) / Threads, kBatch = kEach < 8 ? kEach : 8;
   const uint4* key_codes = (const uint4*)((const i8*)cache.keys + first_row * HEAD_DIM);
   const uint4* value_codes = (const uint4*)((const i8*)cache.values + first_row * HEAD_DIM);
-  const u16* key_scales = cache.key_scales + first_row * (HEAD_DIM / 32);
-  const u16* value_scales = cache.value_scales + first_row * (HEAD_DIM / 32);
+  const u16* key_scales = cache.key_scales + first_row * kScales;
+  const u16* value_scales = cache.value_scales + first_row * kScales;
 #pragma unroll
   for (int base = 0; base < kEach; base += kBatch) {
     uint4 codes[2][kBatch];
@@ -181,9 +170,9 @@ INLINE void fetch_page(u16* keys, u16* values, const Cache& cache, int page, int
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int chunk = min((base + i) * Threads + thread, kChunks - 1);
-      const int at = chunk / (HEAD_DIM / 16) * kRowHalves + chunk % (HEAD_DIM / 16) * 16;
-      store_codes(keys + at, codes[0][i], scales[0][i]);
-      store_codes(values + at, codes[1][i], scales[1][i]);
+      const int token = chunk / kChunksInRow, part = chunk % kChunksInRow * 16;
+      store_codes(keys + token * HEAD_DIM, token, part, codes[0][i], scales[0][i]);
+      store_codes(values + token * HEAD_DIM, token, part, codes[1][i], scales[1][i]);
     }
   }
 #else
@@ -191,9 +180,8 @@ INLINE void fetch_page(u16* keys, u16* values, const Cache& cache, int page, int
   const u16* value_units = (const u16*)cache.values + first_row * HEAD_DIM;
 #pragma unroll
   for (int unit = thread; unit < kPageTokens * kUnits; unit += Threads) {
-    const int at = unit / kUnits * kRowHalves + unit % kUnits * 8;
-    copy_async16(keys + at, key_units + 8 * unit, true);
-    copy_async16(values + at, value_units + 8 * unit, true);
+    copy_async16(keys + 8 * unit, key_units + 8 * unit, true);
+    copy_async16(values + 8 * unit, value_units + 8 * unit, true);
   }
 #endif
 }

@@ -98,6 +98,27 @@ INLINE float warp_max(float value) {
   for (int step = 16; step; step >>= 1) value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, step));
   return value;
 }
+// The largest |value|, and the sum of whole numbers, in one step where the card has it.
+INLINE float warp_max_magnitude(float value) {
+#if HAS_AMPERE
+  u32 bits;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(bits) : "r"(__float_as_uint(fabsf(value))));
+  return __uint_as_float(bits);
+#else
+  return warp_max(fabsf(value));
+#endif
+}
+INLINE int warp_sum_int(int value) {
+#if HAS_AMPERE
+  int sum;
+  asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(sum) : "r"(value));
+  return sum;
+#else
+#pragma unroll
+  for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(FULL_WARP, value, step);
+  return value;
+#endif
+}
 // Sum over the block, in every thread; `scratch` f32[32] may be reused after the next barrier.
 template <int THREADS>
 INLINE float block_sum(float value, float* scratch) {
@@ -145,14 +166,23 @@ INLINE bool is_last_block(u32* counter, u32 n_blocks) {
 INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // ---- clusters: blocks along x that can read each other's shared memory; Hopper and later ----
-// All threads of all blocks of the cluster meet; what they wrote to shared memory before is visible after.
-INLINE void meet_in_cluster() {
+// All threads of all blocks of the cluster arrive, and wait for each other; what they wrote to shared memory before the
+// one is visible after the other.
+INLINE void arrive_in_cluster() {
 #if HAS_HOPPER
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+INLINE void await_cluster() {
+#if HAS_HOPPER
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// Address of the same place in the shared memory of block `rank` of the cluster, for the reads below.
+INLINE void meet_in_cluster() {
+  arrive_in_cluster();
+  await_cluster();
+}
+// Address of the same place in the shared memory of block `rank` of the cluster, for what follows.
 INLINE u32 in_block_of_cluster(const void* own, u32 rank) {
   u32 address = shared_address(own);
 #if HAS_HOPPER
@@ -160,22 +190,17 @@ INLINE u32 in_block_of_cluster(const void* own, u32 rank) {
 #endif
   return address;
 }
-INLINE float4 read_cluster4(u32 address) {
-  float4 v = make_float4(0, 0, 0, 0);
+INLINE void write_cluster4(u32 address, float4 v) {
 #if HAS_HOPPER
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z),
+               "f"(v.w)
                : "memory");
 #endif
-  return v;
 }
-INLINE float2 read_cluster2(u32 address) {
-  float2 v = make_float2(0, 0);
+INLINE void write_cluster2(u32 address, float2 v) {
 #if HAS_HOPPER
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 #endif
-  return v;
 }
 
 // ---- copies into shared memory ----

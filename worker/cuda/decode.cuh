@@ -1,12 +1,12 @@
-// What both forms of decode attention share: the call, what a block is to do, the heads it prepares, and the end.
-// -DCLUSTER: all splits of a head are the blocks of one cluster of that size, 0: they meet in global memory.
-// -DFUSED: queries and keys come as the projections left them; norms, rotation and the write into the cache happen here.
+// What a block of decode attention is to do, and the heads that it prepares.
+// -DFUSED: queries and keys come as the projections left them; norms, rotation and the write into the cache are here.
 #pragma once
-#include "attention.cuh"
+#include "attention_tiles.cuh"
+#include "outputs.cuh"
 #include "rope.cuh"
 
 #ifndef HEADS
-#define HEADS 2
+#define HEADS 8
 #endif
 #ifndef WARPS
 #define WARPS 4
@@ -14,9 +14,13 @@
 #ifndef FUSED
 #define FUSED 0
 #endif
-#ifndef CLUSTER
-#define CLUSTER 0
-#endif
+
+constexpr int kThreads = 32 * WARPS;
+constexpr int kTile = 16;                   // positions that a warp takes at once
+constexpr int kRows = HEADS > 8 ? 2 : 1;    // of a lane in the products: those of l / 4 and, with two, l / 4 + 8
+constexpr int kQueryHalves = HEAD_DIM + 8;  // of a row of queries: eight rows of a tile hit all banks
+constexpr int kSumStride = HEAD_DIM + 4;  // f32 of one head of one warp at the end; the stores of a warp hit all banks
+constexpr int kSumsBytes = (4 * HEADS * kSumStride + 127) / 128 * 128;
 
 struct DecodeCall {  // _DecodeCall in attention.py
   const float* query;  // f32 [row][head][HEAD_DIM]
@@ -35,199 +39,162 @@ struct DecodeCall {  // _DecodeCall in attention.py
   float scale, cap;
 };
 
-// Positions, sequences and page tables were written before the first kernel of the graph, and all pages but that of
-// the row's own position by earlier graphs: a block reads them before it waits for the kernel in front.
+// A block's share of one token's positions, in tiles: split x of gridDim.x. The last split has the token's own.
+// Positions, sequences and page tables were written before the first kernel of the graph, and all positions but the
+// token's own by earlier graphs: a block reads them before it waits for the kernel in front.
 struct DecodeBlock {
   int row, position, kv_head, first_head, n_here;
-  Visible visible;
+  int begin, end;             // visible positions
+  int first_tile, last_tile;  // of this split; last_tile is one past the end
+  bool writes_cache;          // one block of those that share the token's own key and value
   Cache cache;
 
-  INLINE explicit DecodeBlock(const DecodeCall& call)
-      : row(blockIdx.z),
-        position(call.positions[blockIdx.z]),
-        visible(position, call.window, blockIdx.x, gridDim.x) {
+  INLINE explicit DecodeBlock(const DecodeCall& call) : row(blockIdx.z), position(call.positions[blockIdx.z]) {
     const int group = call.n_heads / call.n_kv_heads, head_blocks = (group + HEADS - 1) / HEADS;
     const int first_in_group = blockIdx.y % head_blocks * HEADS;
     kv_head = blockIdx.y / head_blocks;
     first_head = kv_head * group + first_in_group;
     n_here = min(HEADS, group - first_in_group);
+    end = position + 1;
+    begin = call.window > 0 && end > call.window ? end - call.window : 0;
+    const int first = begin / kTile, n_tiles = (end + kTile - 1) / kTile - first;
+    first_tile = first + n_tiles * (int)blockIdx.x / (int)gridDim.x;
+    last_tile = first + n_tiles * ((int)blockIdx.x + 1) / (int)gridDim.x;
+    writes_cache = has_own() && first_in_group == 0;
     cache = {call.keys, call.values, call.key_scales, call.value_scales,
              call.page_tables + (u64)call.sequence_of_token[row] * call.max_pages, call.n_kv_heads, kv_head};
   }
-  INLINE int own_page() const { return position / kPageTokens; }  // the one that this step writes to
-  INLINE bool has_own_page() const { return visible.first_page <= own_page() && own_page() < visible.last_page; }
+  INLINE bool has_own() const { return blockIdx.x == gridDim.x - 1; }
 };
 
-// The queries of a block, ready for products with keys.
-struct Queries {
-#if FUSED
-  float heads[HEADS][HEAD_DIM];
-#endif
-  const float* global;
+// The queries of a block as the rows of a product, and the token's own key and value as the cache holds them.
+struct Prepared {
+  __align__(16) u16 queries[8 * kRows][kQueryHalves];
+  __align__(16) u8 own[2][kCacheRowBytes];
+  u16 own_scales[2][kScales > 0 ? kScales : 1];
+};
 
-  INLINE const float* head(int index) const {
-#if FUSED
-    return heads[index];
-#else
-    return global + index * HEAD_DIM;
-#endif
+// Rows of the products that no query uses.
+INLINE void clear_unused(Prepared& prepared) {
+  for (int i = threadIdx.x; i < (8 * kRows - HEADS) * HEAD_DIM; i += kThreads)
+    prepared.queries[HEADS + i / HEAD_DIM][i % HEAD_DIM] = 0;
+}
+
+// The rows of `prepared.queries` as fragments; with eight of them the others are zeros.
+INLINE void load_queries(QueryTile& tile, const Prepared& prepared) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 0; step < kSteps; step += 3 - kRows) {
+    if (kRows == 2) {
+      load_tiles(tile.fragments[step], &prepared.queries[lane % 16][16 * step + lane / 16 * 8]);
+      continue;
+    }
+    u32 tiles[4];  // of this step and the next one
+    load_tiles(tiles, &prepared.queries[lane % 8][min(16 * step + lane / 8 * 8, HEAD_DIM - 8)]);
+#pragma unroll
+    for (int i = 0; i < 2 && step + i < kSteps; ++i) {
+      tile.fragments[step + i][0] = tiles[2 * i], tile.fragments[step + i][2] = tiles[2 * i + 1];
+      tile.fragments[step + i][1] = tile.fragments[step + i][3] = 0;
+    }
   }
-};
+}
 
 #if FUSED
-constexpr int kTasks = (HEADS + 2 + WARPS - 1) / WARPS;  // heads that a warp prepares: queries, the key, the value
+constexpr int kQueriesOfWarp = (HEADS + WARPS - 1) / WARPS;
 
-// What preparing heads needs and the kernel in front does not make.
-struct HeadFactors {
+// The heads that a warp prepares: queries, and where the block has the token's own position the last warp its key, the
+// one before its value. Everything that the kernel in front does not make is ready when its end is waited for.
+struct WarpHeads {
+  const float* queries[kQueriesOfWarp];
+  const float* own;  // null: none
+  bool is_key;
   Turns turns;
   LanePairs q_norm, k_norm;
 
-  INLINE HeadFactors(const DecodeCall& call, const DecodeBlock& block) {
-    turns.make(block.position, call.rope);
-    q_norm.load(call.rope.q_norm, call.rope);
-    k_norm.load(block.has_own_page() ? call.rope.k_norm : 0, call.rope);
+  INLINE WarpHeads(const DecodeCall& call, const DecodeBlock& block) : turns(call.rope) {
+    const int warp = threadIdx.x / 32;
+    const float* first = call.query + ((u64)block.row * call.n_heads + block.first_head) * HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < kQueriesOfWarp; ++i) queries[i] = first + min(warp + i * WARPS, block.n_here - 1) * HEAD_DIM;
+    is_key = warp == WARPS - 1;
+    const u64 kv_row = (u64)block.row * call.n_kv_heads + block.kv_head;
+    own = block.has_own() && warp >= WARPS - 2 ? (is_key ? call.rope.key : call.rope.value) + kv_row * HEAD_DIM : 0;
+    if (Q_NORM) q_norm.load(call.rope.q_norm);
+    if (K_NORM) k_norm.load(call.rope.k_norm);
   }
+  INLINE void make_turns(const DecodeCall& call, const DecodeBlock& block) { turns.make(block.position, call.rope); }
 };
 
-INLINE const float* task_source(const DecodeCall& call, const DecodeBlock& block, int task) {
-  if (task < block.n_here)
-    return call.query + ((u64)block.row * call.n_heads + block.first_head + task) * HEAD_DIM;
-  const float* base = task == block.n_here ? call.rope.key : call.rope.value;
-  return base + ((u64)block.row * call.n_kv_heads + block.kv_head) * HEAD_DIM;
-}
-
-// All loads of a warp's heads first, then one head after the other.
-INLINE void prepare_heads(const DecodeCall& call, const DecodeBlock& block, const HeadFactors& factors,
-                          Queries& queries) {
-  __shared__ float fresh[2][HEAD_DIM];
-  const int n_tasks = block.n_here + (block.has_own_page() ? 2 : 0), first = threadIdx.x / 32;
-  LanePairs heads[kTasks];
-#pragma unroll
-  for (int i = 0; i < kTasks; ++i)
-    if (first + i * WARPS < n_tasks) heads[i].load(task_source(call, block, first + i * WARPS), call.rope);
-#pragma unroll
-  for (int i = 0; i < kTasks; ++i) {
-    const int task = first + i * WARPS;
-    if (task >= n_tasks) break;
-    if (task < block.n_here) {
-      finish_head(heads[i], call.rope.q_norm, factors.q_norm, true, factors.turns, call.rope, queries.heads[task]);
-      continue;
-    }
-    const bool is_key = task == block.n_here;
-    finish_head(heads[i], is_key && call.rope.k_norm, factors.k_norm, is_key, factors.turns, call.rope, fresh[is_key]);
-    store_head(fresh[is_key], is_key ? call.keys : call.values, is_key ? call.key_scales : call.value_scales,
-               block.cache.row(block.position));
-  }
-}
-#endif
-
-// Waits for the kernel in front; after this, queries and the cache are complete for this block. Blocks that share the
-// row's own page all write the same bytes to it, so that none waits for another.
-INLINE void prepare(const DecodeCall& call, const DecodeBlock& block, Queries& queries) {
-#if FUSED
-  const HeadFactors factors(call, block);
-  wait_for_inputs();
-  prepare_heads(call, block, factors, queries);
+// The token's own key or value, as the cache holds rows but in plain order.
+INLINE void finish_own(const WarpHeads& heads, const LanePairs& own, float norm, Prepared& prepared) {
+  const bool is_key = heads.is_key, has_norm = K_NORM && is_key;
+#if KV_Q8
+  __shared__ float rows[2][HEAD_DIM];
+  float* row = rows[is_key];
+  finish_head(own, has_norm, norm, heads.k_norm, is_key, heads.turns, [&](int dim, float v) { row[dim] = v; });
+  __syncwarp();
+  store_head(row, prepared.own[!is_key], prepared.own_scales[!is_key], 0);
 #else
-  wait_for_inputs();
-  queries.global = call.query + ((u64)block.row * call.n_heads + block.first_head) * HEAD_DIM;
+  u16* row = (u16*)prepared.own[!is_key];
+  finish_head(own, has_norm, norm, heads.k_norm, is_key, heads.turns,
+              [&](int dim, float v) { row[dim] = float_to_half(v); });
 #endif
-  __syncthreads();
 }
 
-// Sums and masses of the block's warps in shared memory: sums [WARPS][HEADS][Stride], masses [WARPS][HEADS].
-template <int Stride>
-struct WarpSums {
-  float* sums;
-  float2* masses;
-
-  INLINE float* of(int warp, int head) const { return sums + (warp * HEADS + head) * Stride; }
-  INLINE float2& mass(int warp, int head) const { return masses[warp * HEADS + head]; }
-};
-
-// A block's part of a result: the sum of its warps.
-struct BlockPart {
-  float largest, mass, sum;
-};
-
-template <int Stride>
-INLINE BlockPart merge_warps(const WarpSums<Stride>& warps, int head, int dim) {
-  BlockPart part = {kNoScore, 0.0f, 0.0f};
+// All loads of a warp's heads first, then their norms side by side.
+INLINE void prepare_heads(const DecodeCall& call, const DecodeBlock& block, const WarpHeads& heads, float factor,
+                          Prepared& prepared) {
+  const int warp = threadIdx.x / 32;
+  LanePairs pairs[kQueriesOfWarp], own;
+  float norms[kQueriesOfWarp];
 #pragma unroll
-  for (int warp = 0; warp < WARPS; ++warp) part.largest = fmaxf(part.largest, warps.mass(warp, head).x);
+  for (int i = 0; i < kQueriesOfWarp; ++i) pairs[i].load(heads.queries[i]);
+  own.clear();
+  if (heads.own) own.load(heads.own);
 #pragma unroll
-  for (int warp = 0; warp < WARPS; ++warp) {
-    const float2 own = warps.mass(warp, head);
-    const float fade = exp2f(own.x - part.largest);
-    part.mass += fade * own.y;
-    part.sum += fade * warps.of(warp, head)[dim];
+  for (int i = 0; i < kQueriesOfWarp; ++i) norms[i] = Q_NORM ? pairs[i].inverse_norm(call.rope.eps) : 1.0f;
+  const float own_norm = K_NORM ? own.inverse_norm(call.rope.eps) : 1.0f;
+#pragma unroll
+  for (int i = 0; i < kQueriesOfWarp; ++i) {
+    if (HEADS % WARPS && warp + i * WARPS >= HEADS) break;
+    u16* target = prepared.queries[warp + i * WARPS];
+    finish_head(pairs[i], Q_NORM, norms[i], heads.q_norm, true, heads.turns,
+                [&](int dim, float v) { target[dim] = float_to_half(v * factor); });
   }
-  return part;
+  if (heads.own) finish_own(heads, own, own_norm, prepared);
 }
 
-#if CLUSTER
-// The blocks of a cluster read each other's parts; each finishes every CLUSTER-th group of 32 values. Four groups of 8
-// lanes share the blocks of one such group.
-template <int Stride>
-INLINE void finish(const DecodeCall& call, const DecodeBlock& block, const WarpSums<Stride>& warps) {
-  __shared__ __align__(16) float sums[HEADS][HEAD_DIM];
-  __shared__ __align__(16) float2 masses[HEADS];
-  for (int index = threadIdx.x; index < block.n_here * HEAD_DIM; index += 32 * WARPS) {
-    const BlockPart part = merge_warps(warps, index / HEAD_DIM, index % HEAD_DIM);
-    sums[index / HEAD_DIM][index % HEAD_DIM] = part.sum;
-    if (index % HEAD_DIM == 0) masses[index / HEAD_DIM] = make_float2(part.largest, part.mass);
+// The token's own key and value into the cache, by one warp.
+INLINE void store_own(const DecodeCall& call, const DecodeBlock& block, const Prepared& prepared) {
+  const int lane = threadIdx.x % 32, token = block.position % kPageTokens;
+  const u64 row = block.cache.first_row(block.cache.pages[block.position / kPageTokens]) + token;
+  for (int i = lane; i < 2 * kCacheRowBytes / 16; i += 32) {
+    const int which = i * 16 / kCacheRowBytes, unit = i % (kCacheRowBytes / 16);
+    const int at = KV_Q8 ? unit : swizzled(unit, token);
+    u8* target = (u8*)(which ? call.values : call.keys) + row * kCacheRowBytes;
+    *(uint4*)(target + 16 * at) = *(const uint4*)(prepared.own[which] + 16 * unit);
   }
-  if (CLUSTER > 1) meet_in_cluster();
-  else __syncthreads();
-  const int lane = threadIdx.x % 32, vectors = block.n_here * HEAD_DIM / 4;
-  for (int group = blockIdx.x + threadIdx.x / 32 * CLUSTER; group < (vectors + 7) / 8; group += WARPS * CLUSTER) {
-    const int vector = min(8 * group + lane % 8, vectors - 1), head = 4 * vector / HEAD_DIM;
-    float2 parts[CLUSTER];
-    float largest = kNoScore, mass = 0.0f;
-#pragma unroll
-    for (int rank = 0; rank < CLUSTER; ++rank) {
-      parts[rank] = CLUSTER > 1 ? read_cluster2(in_block_of_cluster(&masses[head], rank)) : masses[head];
-      largest = fmaxf(largest, parts[rank].x);
-    }
-    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int rank = 0; rank < CLUSTER; ++rank) {
-      const float weight = exp2f(parts[rank].x - largest);
-      mass += weight * parts[rank].y;
-      if (rank % 4 != lane / 8) continue;
-      const float* own = &sums[head][4 * vector % HEAD_DIM];
-      const float4 sum = CLUSTER > 1 ? read_cluster4(in_block_of_cluster(own, rank)) : *(const float4*)own;
-      total = make_float4(total.x + weight * sum.x, total.y + weight * sum.y, total.z + weight * sum.z,
-                          total.w + weight * sum.w);
-    }
-#pragma unroll
-    for (int offset = 8; offset < 32; offset <<= 1) {
-      total.x += __shfl_xor_sync(FULL_WARP, total.x, offset);
-      total.y += __shfl_xor_sync(FULL_WARP, total.y, offset);
-      total.z += __shfl_xor_sync(FULL_WARP, total.z, offset);
-      total.w += __shfl_xor_sync(FULL_WARP, total.w, offset);
-    }
-    const float inverse = 1.0f / mass;
-    total = make_float4(total.x * inverse, total.y * inverse, total.z * inverse, total.w * inverse);
-    const bool stores = lane < 8 && 8 * group + lane < vectors;
-    store_four(call.out, ((u64)block.row * call.n_heads + block.first_head) * HEAD_DIM + 4 * (u64)vector, total,
-               stores ? 4 : 0);
+#if KV_Q8
+  if (lane < kScales) {
+    call.key_scales[row * kScales + lane] = prepared.own_scales[0][lane];
+    call.value_scales[row * kScales + lane] = prepared.own_scales[1][lane];
   }
-  if (CLUSTER > 1) meet_in_cluster();  // nobody may still read from a block that is gone
+#endif
 }
 #else
-// Leaves the block's part for the merge of the splits, and does that where it is the last block.
-template <int Stride>
-INLINE void finish(const DecodeCall& call, const DecodeBlock& block, const WarpSums<Stride>& warps) {
-  const Partials partials(call.partials, gridDim.z, call.n_heads, gridDim.x);
-  for (int index = threadIdx.x; index < block.n_here * HEAD_DIM; index += 32 * WARPS) {
-    const int head = index / HEAD_DIM, dim = index % HEAD_DIM;
-    const BlockPart part = merge_warps(warps, head, dim);
-    const u64 at = partials.index(block.row, block.first_head + head, blockIdx.x);
-    partials.sums[at * HEAD_DIM + dim] = part.sum;
-    if (dim == 0) partials.masses[at] = make_float2(part.largest, part.mass);
-  }
-  if (!is_last_block(call.counters + block.row * gridDim.y + blockIdx.y, gridDim.x)) return;
-  merge_splits<HEADS, 32 * WARPS>(partials, block.row, block.first_head, block.n_here, call.out);
+// The queries are turned already, and the cache has the token's own key and value from the kernel in front.
+struct WarpHeads {
+  INLINE WarpHeads(const DecodeCall& call, const DecodeBlock& block) { wait_for_inputs(); }
+  INLINE void make_turns(const DecodeCall& call, const DecodeBlock& block) {}
+};
+
+INLINE void prepare_heads(const DecodeCall& call, const DecodeBlock& block, const WarpHeads& heads, float factor,
+                          Prepared& prepared) {
+  const float* queries = call.query + ((u64)block.row * call.n_heads + block.first_head) * HEAD_DIM;
+  for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += kThreads)
+    prepared.queries[i / HEAD_DIM][i % HEAD_DIM] =
+        float_to_half(queries[min(i / HEAD_DIM, block.n_here - 1) * HEAD_DIM + i % HEAD_DIM] * factor);
 }
+
+INLINE void store_own(const DecodeCall& call, const DecodeBlock& block, const Prepared& prepared) {}
 #endif

@@ -1,13 +1,17 @@
 """Keys and values on the device: pages of PAGE_TOKENS tokens, one pair of arrays per layer.
 
-Keys of a layer are f16 [page][kv_head][PAGE_TOKENS][head_dim], values the same. As q8_0 they are int8 codes of that
-shape with f16 scales [page][kv_head][PAGE_TOKENS][head_dim / 32] in arrays of their own. One page more than asked for
-takes the writes of the padding tokens in captured graphs.
+Keys of a layer are f16 [page][kv_head][PAGE_TOKENS][head_dim], values the same; units of 8 values stand in a row in the
+order of `unit_order`, so that rows copied to shared memory in one piece can be read without bank conflicts. As q8_0
+they are int8 codes of that shape, in plain order, with f16 scales [page][kv_head][PAGE_TOKENS][head_dim / 32] in arrays
+of their own. One page more than asked for takes the writes of the padding tokens in captured graphs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from worker.cuda.memory import DeviceMemory, aligned
 from worker.ops.batch import PAGE_TOKENS
@@ -26,6 +30,16 @@ class KvLayerArrays:
     value_scales: int
     is_q8: bool
     page_value_count: int  # of one array
+
+
+def unit_order(head_dim: int) -> NDArray[np.int32]:
+    """i32 [PAGE_TOKENS, head_dim / 8]: where each unit of 8 values of a token's f16 row lies (kv_rows.cuh). Its own
+    inverse.
+    """
+    units = np.arange(head_dim // 8, dtype=np.int32)
+    period = next(size for size in (8, 4, 2) if len(units) % size == 0)
+    tokens = np.arange(PAGE_TOKENS, dtype=np.int32)[:, None]
+    return units ^ (tokens * period // 8 & (period - 1))
 
 
 def layer_page_bytes(layer: KvLayer, kv_type: str) -> int:

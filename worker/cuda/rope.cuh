@@ -1,36 +1,40 @@
 // Norms and rotary positions of heads, and the write of keys and values into the cache; a warp does a head.
-// With -DHEAD_DIM and -DKV_Q8 (int8 codes with an f16 scale per 32, else f16).
+// With -DROPE_DIM, -DROPE_STYLE (0: neighbours turn together, 1: a dimension and the one ROPE_DIM / 2 further), -DNORMS
+// (1: of queries, 2: of keys, 3: both).
 #pragma once
-#include "common.cuh"
+#include "kv_rows.cuh"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 128
+#ifndef ROPE_DIM
+#define ROPE_DIM HEAD_DIM
 #endif
-#ifndef KV_Q8
-#define KV_Q8 0
+#ifndef ROPE_STYLE
+#define ROPE_STYLE 1
 #endif
+#ifndef NORMS
+#define NORMS 3
+#endif
+#define Q_NORM (NORMS & 1)
+#define K_NORM (NORMS & 2)
 
 // What the heads of a layer have in common, and where the new keys and values are.
 struct Rope {
   const float* key;    // f32 [token][kv head][HEAD_DIM]
   const float* value;  // likewise
-  const float* q_norm;  // f32 [HEAD_DIM] or null
+  const float* q_norm;  // f32 [HEAD_DIM], where there is one
   const float* k_norm;
-  const float* inverse_frequencies;  // f32 [rope_dim / 2]
-  int rope_dim;
-  int style;  // 0: neighbours turn together, 1: a dimension and the one rope_dim / 2 further
+  const float* inverse_frequencies;  // f32 [ROPE_DIM / 2]
   float eps;
   float magnitude;
 };
 
 constexpr int kPairs = (HEAD_DIM / 2 + 31) / 32;  // of one lane
 
-// The two dimensions of pair `pair`; pairs from rope_dim / 2 on do not turn.
-INLINE int2 pair_dims(int pair, const Rope& rope) {
-  const int half = rope.rope_dim / 2;
-  if (rope.style == 1 && pair < half) return make_int2(pair, pair + half);
+// The two dimensions of pair `pair`; pairs from ROPE_DIM / 2 on do not turn.
+INLINE int2 pair_dims(int pair) {
+  if (ROPE_STYLE == 1 && pair < ROPE_DIM / 2) return make_int2(pair, pair + ROPE_DIM / 2);
   return make_int2(2 * pair, 2 * pair + 1);
 }
+INLINE int lane_pair(int index) { return 32 * index + threadIdx.x % 32; }
 
 // cos and sin of position * frequency. The product's rounding error is added back: at position 100,000 it would be
 // as large as 0.004 radians.
@@ -42,17 +46,20 @@ INLINE float2 turn(int position, float frequency) {
   return make_float2(cosine - rest * sine, sine + rest * cosine);
 }
 
-// cos and sin for this lane's pairs at a position: the same for all heads of a layer.
+// cos and sin for this lane's pairs at a position: the same for all heads of a layer. The frequencies first.
 struct Turns {
+  float frequencies[kPairs];
   float2 values[kPairs];
 
+  INLINE explicit Turns(const Rope& rope) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i)
+      frequencies[i] = lane_pair(i) < ROPE_DIM / 2 ? rope.inverse_frequencies[lane_pair(i)] : 0.0f;
+  }
   INLINE void make(int position, const Rope& rope) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const int pair = 32 * i + threadIdx.x % 32;
-      values[i] = make_float2(1.0f, 0.0f);
-      if (pair >= rope.rope_dim / 2) continue;
-      const float2 t = turn(position, rope.inverse_frequencies[pair]);
+      const float2 t = turn(position, frequencies[i]);
       values[i] = make_float2(t.x * rope.magnitude, t.y * rope.magnitude);
     }
   }
@@ -62,13 +69,16 @@ struct Turns {
 struct LanePairs {
   float2 values[kPairs];
 
-  INLINE void load(const float* source, const Rope& rope) {
+  INLINE void clear() {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) values[i] = make_float2(0.0f, 0.0f);
+  }
+  INLINE void load(const float* source) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const int pair = 32 * i + threadIdx.x % 32;
       values[i] = make_float2(0.0f, 0.0f);
-      if (!source || pair >= HEAD_DIM / 2) continue;
-      const int2 dims = pair_dims(pair, rope);
+      if (lane_pair(i) >= HEAD_DIM / 2) continue;
+      const int2 dims = pair_dims(lane_pair(i));
       values[i] = make_float2(source[dims.x], source[dims.y]);
     }
   }
@@ -78,31 +88,32 @@ struct LanePairs {
     for (int i = 0; i < kPairs; ++i) sum += values[i].x * values[i].x + values[i].y * values[i].y;
     return sum;
   }
+  // 1 / root mean square of the head; all lanes of the warp
+  INLINE float inverse_norm(float eps) const { return rsqrtf(warp_sum(squares()) * (1.0f / HEAD_DIM) + eps); }
 };
 
-// Norms a head where `has_norm`, turns it where `has_turns`; the result lies in `out`, shared memory of this warp.
-INLINE void finish_head(const LanePairs& head, bool has_norm, const LanePairs& norm, bool has_turns,
-                        const Turns& turns, const Rope& rope, float* out) {
-  const float factor = has_norm ? 1.0f / sqrtf(warp_sum(head.squares()) / (float)HEAD_DIM + rope.eps) : 1.0f;
+// Multiplies a head by `factor` and the norm's weights where `has_norm`, turns it where `has_turns`, and gives `store`
+// each of this lane's values with its dimension.
+template <class Store>
+INLINE void finish_head(const LanePairs& head, bool has_norm, float factor, const LanePairs& norm, bool has_turns,
+                        const Turns& turns, Store store) {
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    const int pair = 32 * i + threadIdx.x % 32;
-    if (pair >= HEAD_DIM / 2) continue;
-    const int2 dims = pair_dims(pair, rope);
+    if (lane_pair(i) >= HEAD_DIM / 2) continue;
+    const int2 dims = pair_dims(lane_pair(i));
     float2 v = head.values[i];
     if (has_norm) v = make_float2(v.x * factor * norm.values[i].x, v.y * factor * norm.values[i].y);
-    if (has_turns && pair < rope.rope_dim / 2) {
+    if (has_turns && lane_pair(i) < ROPE_DIM / 2) {
       const float2 t = turns.values[i];
       v = make_float2(v.x * t.x - v.y * t.y, v.x * t.y + v.y * t.x);
     }
-    out[dims.x] = v.x;
-    out[dims.y] = v.y;
+    store(dims.x, v.x);
+    store(dims.y, v.y);
   }
-  __syncwarp();
 }
 
-// A head into the cache; `slot`: index of (page, kv head, token in the page).
-INLINE void store_head(const float* head, void* codes, u16* scales, u64 slot) {
+// A head into row `row` of the cache: the index of (page, kv head, token in the page).
+INLINE void store_head(const float* head, void* codes, u16* scales, u64 row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int first = 0; first < HEAD_DIM; first += 32) {
@@ -111,10 +122,11 @@ INLINE void store_head(const float* head, void* codes, u16* scales, u64 slot) {
     const float value = head[dim];
     const float scale = warp_max(fabsf(value)) / 127.0f;
     const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    ((signed char*)codes)[slot * HEAD_DIM + dim] = (signed char)__float2int_rn(value * inverse);
-    if (lane == 0) scales[slot * (HEAD_DIM / 32) + first / 32] = float_to_half(scale);
+    ((signed char*)codes)[row * HEAD_DIM + dim] = (signed char)__float2int_rn(value * inverse);
+    if (lane == 0) scales[row * kScales + first / 32] = float_to_half(scale);
 #else
-    if (dim < HEAD_DIM) ((u16*)codes)[slot * HEAD_DIM + dim] = float_to_half(head[dim]);
+    const int at = swizzled(dim / 8, row % 8) * 8 + dim % 8;
+    if (dim < HEAD_DIM) ((u16*)codes)[row * HEAD_DIM + at] = float_to_half(head[dim]);
 #endif
   }
 }

@@ -59,15 +59,16 @@ def _element_variants() -> Iterator[Variant]:
 def _attention_variants() -> Iterator[Variant]:
     """Decode attention as it runs, fused with rope, for every shape; alone, as tests and benchmarks use it, for one."""
     for cluster in (2, 4, 8):
-        yield "attention_decode.cu", {"FUSED": 1, "WARPS": 8, "CLUSTER": cluster}
+        yield "attention_decode.cu", {"FUSED": 1, "WARPS": 8, "CLUSTER": cluster, "STAGES": 1}
     for head_dim in (64, 80, 96, 128, 256):
         for is_q8 in (0, 1) if head_dim % 32 == 0 else (0,):
             cache: dict[str, int | float | str] = {"HEAD_DIM": head_dim, "KV_Q8": is_q8}
-            yield "rope.cu", cache
-            for fused in (0, 1) if head_dim == 64 else (1,):
-                cut = {**cache, "FUSED": fused}
-                yield "attention_decode.cu", {**cut, "HEADS": 2 - is_q8, "WARPS": 8, "CLUSTER": fused}
-                yield "attention_decode_long.cu", {**cut, "HEADS": 8, "WARPS": 4, "STAGES": 2 - is_q8}
+            turned = {"ROPE_DIM": head_dim // 2, "ROPE_STYLE": is_q8, "NORMS": 3 * is_q8}
+            yield "rope.cu", {**cache, **turned}
+            cut = {**cache, "WARPS": 4, "STAGES": 2}
+            yield "attention_decode.cu", {**cut, **turned, "FUSED": 1, "HEADS": 8 - is_q8}
+            if head_dim == 64:
+                yield "attention_decode.cu", {**cut, "FUSED": 0, "HEADS": 16}
             tile = {"TILE_ROWS": 64, "STAGES": 2 - is_q8}
             yield "attention_prefill.cu", {**cache, **tile}
 

@@ -145,6 +145,11 @@ inline float warp_max(float value) {
   for (int step = 16; step; step >>= 1) value = std::max(value, __shfl_xor_sync(FULL_WARP, value, step));
   return value;
 }
+inline float warp_max_magnitude(float value) { return warp_max(std::fabs(value)); }
+inline int warp_sum_int(int value) {
+  for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(FULL_WARP, value, step);
+  return value;
+}
 template <int THREADS>
 float block_sum(float value, float* scratch) {
   value = warp_sum(value);
@@ -235,8 +240,5 @@ inline void load_tiles_transposed(u32 (&tiles)[4], const void* row) {
   });
 }
 
-// clusters of one block only
-inline void meet_in_cluster() {}
-inline u32 in_block_of_cluster(const void*, u32) { return 0; }
-inline float4 read_cluster4(u32) { return make_float4(0, 0, 0, 0); }
-inline float2 read_cluster2(u32) { return make_float2(0, 0); }
+// clusters of one block only: nobody to wait for
+inline void arrive_in_cluster() {}
