@@ -19,8 +19,9 @@ from worker.cuda.matmul_moe import Chosen, Experts
 FEW_TOKENS = 32  # most that a launch takes
 _BLOCK_COLS = 256
 _MAX_WARPS = 8
-_RESERVED_BYTES = 8192  # static shared memory of a block and what the driver takes
-_RESIDENT_WARPS = {8: 16, 16: 16, 32: 16}  # of a multiprocessor, by token tile: what registers allow
+_NEARLY_ONE = 0.9  # items of a multiprocessor
+_DRIVER_BYTES = 1024  # of shared memory, for each block
+_RESIDENT_WARPS = {8: 16, 16: 8}  # of a multiprocessor, by token tile: what registers allow
 
 
 class _PartStruct(ctypes.Structure):
@@ -43,7 +44,6 @@ class _CallStruct(ctypes.Structure):
         ("ids", c_uint64),
         ("output_scales", c_uint64),
         ("n_tokens", c_int),
-        ("slots_of_input", c_int),
         ("n_items", c_int),
         ("accumulate", c_int),
         ("scale", c_float),
@@ -57,7 +57,6 @@ class Cut(msgspec.Struct, frozen=True):
     token_tile: int
     chunk_rows: int
     chunks: int
-    passes: int
     warps: int
     stages: int
     blocks: int
@@ -70,8 +69,8 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 def token_tile_for(n_tokens: int) -> int:
-    """The smallest tile that holds the tokens."""
-    return next(tile for tile in (8, 16, 32) if n_tokens <= tile)
+    """The smallest tile that holds the tokens, at most 16."""
+    return 8 if n_tokens <= 8 else 16
 
 
 def few_cut(
@@ -80,51 +79,72 @@ def few_cut(
     n_tokens: int,
     n_tiles: int,
     is_gated: bool,
-    token_tile: int = 0,
+    experts: Experts | None = None,
 ) -> Cut | None:
     """As many rows at once as still give every multiprocessor an item: the more rows, the less often activations are
-    read. None when columns are not in whole eights."""
-    cols = matrices[0].cols
-    if cols % 8 or n_tokens > FEW_TOKENS:
+    read and turned into halves. None when columns are not in whole eights."""
+    if matrices[0].cols % 8 or n_tokens > FEW_TOKENS:
         return None
-    tile = token_tile or token_tile_for(n_tokens)
-    row_bytes = max(planar_row_bytes(matrix.type_id, _BLOCK_COLS) for matrix in matrices)
-    n_rows = sum(matrix.rows for matrix in matrices)
-    for chunk_rows, chunks in _row_choices(matrices, tile, is_gated):
-        rows = chunk_rows * chunks // (2 if is_gated else 1)
-        is_last = (chunk_rows, chunks) == _row_choices(matrices, tile, is_gated)[-1]
-        n_items = n_tiles * n_rows / (rows * (2 if is_gated else 1))
-        if is_last or n_items >= 0.9 * launcher.sm_count:
-            cut = _fitting(launcher, cols, row_bytes, tile, chunk_rows, chunks)
+    tile = mixture_tile(experts, n_tokens) if experts else token_tile_for(n_tokens)
+    static_bytes = _slots_bytes(experts) if experts else 64
+    n_rows = n_tiles * sum(matrix.rows for matrix in matrices)
+    for chunk_rows, chunks, items_of_each in _row_choices(matrices, is_gated):
+        n_items = -(-n_rows // (chunk_rows * chunks))
+        if n_items >= items_of_each * launcher.sm_count:
+            cut = _fitting(launcher, matrices, tile, chunk_rows, chunks, n_items, static_bytes)
             if cut is not None:
                 return cut
     return None
 
 
-def _row_choices(matrices: Sequence[GpuMatrix], tile: int, is_gated: bool) -> list[tuple[int, int]]:
-    if is_gated:
-        return [(32, 2)]
+def _row_choices(matrices: Sequence[GpuMatrix], is_gated: bool) -> list[tuple[int, int, float]]:
+    """(rows of a chunk, chunks of an item, items that there must be of each multiprocessor), best first; measured.
+    Chunks are small where there are many warps to have some."""
     if is_float(matrices[0].type_id):
-        return [(16, 1)]
-    return [(32, 1), (16, 1)] if tile == 32 else [(32, 2), (32, 1), (16, 1)]
+        return [(16, 1, 0)]
+    if _has_block_of_its_own(-(-matrices[0].cols // _BLOCK_COLS)):
+        return [(16, 4, 0)] if is_gated else [(16, n, _NEARLY_ONE) for n in (4, 3, 2)] + [(16, 1, 0)]
+    if is_gated:
+        return [(32, 4, 4), (32, 2, 0)]
+    return [(32, 4, 4), (32, 2, _NEARLY_ONE), (32, 1, _NEARLY_ONE), (16, 1, 0)]
+
+
+def _has_block_of_its_own(n_blocks: int) -> bool:
+    """Whether more warps than usual are worth it, because then each has one block of columns and keeps its inputs."""
+    return _MAX_WARPS < n_blocks <= 2 * _MAX_WARPS
+
+
+def _slots_bytes(experts: Experts) -> int:
+    """`SlotTiles` of slots.cuh."""
+    return 64 + 4 * experts.gate.experts + 16 * FEW_TOKENS * experts.n_used
 
 
 def _fitting(
-    launcher: Launcher, cols: int, row_bytes: int, tile: int, chunk_rows: int, chunks: int
+    launcher: Launcher,
+    matrices: Sequence[GpuMatrix],
+    tile: int,
+    chunk_rows: int,
+    chunks: int,
+    n_items: int,
+    static_bytes: int,
 ) -> Cut | None:
-    """Two chunks a warp ahead where there is room for them, fewer warps where there is little."""
-    n_blocks = -(-cols // _BLOCK_COLS)
-    even = -(-n_blocks // -(-n_blocks // _MAX_WARPS))
-    for warps in sorted({even, min(4, even), 1}, reverse=True):
-        for stages in (2, 1):
-            shared = warps * (tile * (chunk_rows * chunks + 4) * 4 + stages * chunk_rows * row_bytes)
-            if shared <= launcher.shared_bytes - _RESERVED_BYTES:
-                blocks = max(
-                    1,
-                    min(_RESIDENT_WARPS[tile] // warps, launcher.shared_bytes // (shared + _RESERVED_BYTES)),
-                )
-                passes = {8: 1, 16: 2, 32: 4}[tile]
-                return Cut(tile, chunk_rows, chunks, passes, warps, stages, blocks, shared)
+    """A chunk ahead where there is room for it, fewer warps where there is little."""
+    row_bytes = max(planar_row_bytes(matrix.type_id, _BLOCK_COLS) for matrix in matrices)
+    input_bytes = 2 * _BLOCK_COLS if is_float(matrices[0].type_id) else _BLOCK_COLS + _BLOCK_COLS // 8
+    n_blocks = -(-matrices[0].cols // _BLOCK_COLS)
+    even = n_blocks if _has_block_of_its_own(n_blocks) else -(-n_blocks // -(-n_blocks // _MAX_WARPS))
+    for warps in sorted({even, min(8, even), min(4, even), 1}, reverse=True):
+        # a warp that has one chunk in all has none to be ahead with
+        has_one = warps == n_blocks and chunks == 1 and n_items < 2 * launcher.sm_count
+        for stages in (1,) if has_one else (2, 1):
+            inputs = tile * input_bytes * (1 if chunks >= stages else 2)
+            sums = tile * (chunk_rows * chunks + 4) * 4
+            shared = warps * (sums + stages * chunk_rows * row_bytes + inputs)
+            block_bytes = shared + static_bytes + _DRIVER_BYTES
+            fitting = (launcher.shared_bytes + _DRIVER_BYTES) // block_bytes
+            if fitting:
+                blocks = max(1, min(_RESIDENT_WARPS[tile] // warps, fitting))
+                return Cut(tile, chunk_rows, chunks, warps, stages, blocks, shared)
     return None
 
 
@@ -134,6 +154,7 @@ def _launch(
     call: _CallStruct,
     cut: Cut,
     n_items: int,
+    n_tiles: int = 1,
     *,
     experts: Experts | None = None,
     activation: int | None = None,
@@ -145,7 +166,6 @@ def _launch(
         "TOKEN_TILE": cut.token_tile,
         "CHUNK_ROWS": cut.chunk_rows,
         "CHUNKS": cut.chunks,
-        "PASSES": cut.passes,
         "WARPS": cut.warps,
         "STAGES": cut.stages,
         "RESIDENT": cut.blocks,
@@ -158,7 +178,8 @@ def _launch(
     }
     function = launcher.function("few.cu", "few_tokens", defines)
     resident = function.blocks_per_sm(cut.warps * 32, cut.shared_bytes)
-    grid = min(n_items, max(1, resident) * launcher.sm_count)
+    most = max(1, resident) * launcher.sm_count
+    grid = min(n_items, most - most % n_tiles)  # a block of a dense product keeps to one tile of tokens
     launcher.launch(function, grid, cut.warps * 32, cut.shared_bytes, (call,), pdl)
 
 
@@ -173,16 +194,16 @@ def multiply_few(
     """Up to three matrices of one input, all float or all quantised, in a launch; False when they do not fit and
     nothing was enqueued. Reads codes and scales of `source`, or its halves for float weights."""
     matrices = [part.matrix for part in parts]
-    cut = few_cut(launcher, matrices, n_tokens, 1, is_gated=False)
+    n_tiles = -(-n_tokens // token_tile_for(n_tokens))
+    cut = few_cut(launcher, matrices, n_tokens, n_tiles, is_gated=False)
     if cut is None:
         return False
-    n_items = sum(-(-matrix.rows // cut.rows) for matrix in matrices)
+    n_items = n_tiles * sum(-(-matrix.rows // cut.rows) for matrix in matrices)
     call = _CallStruct(
         codes=source.codes,
         scales=source.scales,
         halves=source.halves,
         n_tokens=n_tokens,
-        slots_of_input=1,
         n_items=n_items,
         accumulate=int(epilogue.accumulate),
         scale=epilogue.scale,
@@ -190,7 +211,7 @@ def multiply_few(
     )
     for i, part in enumerate(parts):
         call.parts[i] = _part(part.matrix, part.output, part.output_stride, part.bias)
-    _launch(launcher, matrices, call, cut, n_items, pdl=pdl)
+    _launch(launcher, matrices, call, cut, n_items, n_tiles, pdl=pdl)
     return True
 
 
@@ -207,16 +228,18 @@ def multiply_gated(
     pdl: bool = True,
 ) -> None:
     """Codes and scales of `hidden` [n_tokens, n_ff] = act(gate x) * (up x) for a dense network that `takes_gated`."""
-    cut = few_cut(launcher, [network.gate, network.up], n_tokens, 1, is_gated=True)
+    n_tiles = -(-n_tokens // token_tile_for(n_tokens))
+    cut = few_cut(launcher, [network.gate, network.up], n_tokens, n_tiles, is_gated=True)
     assert cut is not None
     call = _gated_call(network, source, n_tokens, hidden)
-    call.n_items = -(-2 * network.gate.rows // cut.rows)
+    call.n_items = n_tiles * -(-2 * network.gate.rows // cut.rows)
     _launch(
         launcher,
         [network.gate, network.up],
         call,
         cut,
         call.n_items,
+        n_tiles,
         activation=network.activation,
         pdl=pdl,
     )
@@ -228,7 +251,6 @@ def _gated_call(experts: Experts, source: Activations, n_tokens: int, hidden: Ac
         scales=source.scales,
         output_scales=hidden.scales,
         n_tokens=n_tokens,
-        slots_of_input=experts.n_used,
     )
     call.parts[0] = _part(experts.gate, hidden.codes, experts.gate.rows)
     call.parts[1] = _part(experts.up, hidden.codes, experts.up.rows)
@@ -250,9 +272,9 @@ def takes_mixture(launcher: Launcher, experts: Experts, n_tokens: int) -> bool:
 
 
 def _mixture_cuts(launcher: Launcher, experts: Experts, n_tokens: int) -> tuple[Cut, Cut] | None:
-    tile, n_tiles = mixture_tile(experts, n_tokens), _most_tiles(experts, n_tokens)
-    gated = few_cut(launcher, [experts.gate, experts.up], n_tokens, n_tiles, True, tile)
-    down = few_cut(launcher, [experts.down], n_tokens, n_tiles, False, tile)
+    n_tiles = _most_tiles(experts, n_tokens)
+    gated = few_cut(launcher, [experts.gate, experts.up], n_tokens, n_tiles, True, experts)
+    down = few_cut(launcher, [experts.down], n_tokens, n_tiles, False, experts)
     return (gated, down) if gated and down else None
 
 
@@ -285,9 +307,7 @@ def moe_few(
     _launch(
         launcher, matrices, call, cuts[0], n_items, experts=experts, activation=experts.activation, pdl=pdl
     )
-    down = _CallStruct(
-        codes=hidden.codes, scales=hidden.scales, ids=choice.ids, n_tokens=n_tokens, slots_of_input=1
-    )
+    down = _CallStruct(codes=hidden.codes, scales=hidden.scales, ids=choice.ids, n_tokens=n_tokens)
     down.parts[0] = _part(experts.down, rows, experts.down.rows)
     n_items = n_tiles * -(-experts.down.rows // cuts[1].rows)
     _launch(launcher, [experts.down], down, cuts[1], n_items, experts=experts, early=True, pdl=pdl)

@@ -42,7 +42,8 @@ from worker.cuda.prefill import (
     to_halves,
 )
 
-VECTOR_TOKENS = 2  # a third token costs dp4a kernels more than a tile of tensor cores
+# Up to here matrix-vector kernels are faster. A dense network is better off on tensor cores from the second token on.
+VECTOR_TOKENS = 4
 _ALIGNMENT_BYTES = 256
 
 
@@ -244,10 +245,12 @@ def moe(
 
 def takes_network(launcher: Launcher, network: Experts, n_tokens: int) -> bool:
     """Whether `dense_network` can do a network (one expert) for so many tokens."""
-    if n_tokens <= VECTOR_TOKENS:
-        return n_tokens > 0
-    matrices = [network.gate, network.up]
-    return n_tokens <= FEW_TOKENS and few_cut(launcher, matrices, n_tokens, 1, is_gated=True) is not None
+    if n_tokens <= 1:
+        return n_tokens == 1
+    if n_tokens > FEW_TOKENS:
+        return False
+    gated = few_cut(launcher, [network.gate, network.up], n_tokens, 1, is_gated=True)
+    return gated is not None and few_cut(launcher, [network.down], n_tokens, 1, is_gated=False) is not None
 
 
 def dense_network(
@@ -265,7 +268,7 @@ def dense_network(
 ) -> None:
     """Enqueue output f32 [n_tokens, n_embd] (+)= down (act(gate x) * up x) in two launches, for up to FEW_TOKENS
     tokens. `hidden`: 4 * n_tokens * n_ff bytes; `workspace` as for `linear` of gate and up."""
-    if n_tokens <= VECTOR_TOKENS:
+    if n_tokens == 1:
         moe_decode(
             launcher,
             network,
@@ -283,7 +286,8 @@ def dense_network(
     between = code_buffer(hidden, n_tokens, network.gate.rows)
     multiply_gated(launcher, network, codes, n_tokens, between, pdl)
     down = [Part(network.down, output, network.down.rows)]
-    linear(launcher, down, between, n_tokens, epilogue=Epilogue(accumulate), workspace=workspace, pdl=pdl)
+    if not multiply_few(launcher, down, between, n_tokens, Epilogue(accumulate), pdl):
+        raise AssertionError("takes_network said yes")
 
 
 def _aligned(size: int) -> int:

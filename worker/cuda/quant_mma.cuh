@@ -1,7 +1,8 @@
 // Quantised weights as tensor-core operands, from stages in shared memory: a stage holds 256 columns (four units) of
-// some rows in the planes of quant.cuh, as if it were one row of 4 * ROWS units. Lane t of four takes the whole unit t of
-// its row, so that it decodes its own scales. Which column stands where in a product is free as long as activations are
-// taken in the same order: fragment j has columns 4 j and 4 j + 2 in its first word, 4 j + 1 and 4 j + 3 in its second.
+// some rows in the planes of quant.cuh, as if it were one row of 4 * ROWS units. Lane t of four takes the whole unit t
+// of its row, so that it decodes its own scales. Which column stands where in a product is free as long as activations
+// are taken in the same order: fragment j has columns 4 j and 4 j + 2 in its first word, 4 j + 1 and 4 j + 3 in its
+// second.
 #pragma once
 #include "quant.cuh"
 
@@ -20,41 +21,48 @@ struct Stage {
   static constexpr int ROW_BLOCKS = ROW_SCALES + N_UNITS * F::SCALE_BYTES, ROW_BYTES = F::row_bytes(N_COLS);
 
   // `count` rows from `rows` on, columns from 256 * block on; all lanes of a warp. What lies beyond the matrix is left
-  // as it was or zero; compute() takes care of units that do not exist.
+  // as it was or zero: sums of such rows are not used, and scales of units that do not exist are taken as zero.
   INLINE static void copy(u8* stage, const u8* rows, int count, int block) {
+    if (count >= ROWS) copy_rows<true>(stage, rows, count, block);
+    else copy_rows<false>(stage, rows, count, block);
+  }
+  template <bool ALL>
+  INLINE static void copy_rows(u8* stage, const u8* rows, int count, int block) {
+    const int unit = block * 4 + (lane_id() & 3), left = count - (lane_id() >> 2);
+    const u8* own = rows + (lane_id() >> 2) * ROW_BYTES + (F::IS_FLOAT ? unit * PIECES * 16 : unit * 16);
+    u8* target = stage + lane_id() * 16;
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++)
 #pragma unroll
-      for (int i = 0; i < STAGED_UNITS; i += 32) {
-        int row = (i + lane_id()) >> 2, unit = block * 4 + (lane_id() & 3);
-        u32 offset = F::IS_FLOAT ? unit * PIECES * 16 + piece * 16 : (piece * N_UNITS + unit) * 16;
-        bool exists = F::IS_FLOAT ? offset < (u32)N_COLS * F::ELEMENT_BYTES : unit < N_UNITS;
-        if (row < count)
-          copy_async16(stage + (piece * STAGED_UNITS + i + lane_id()) * 16, rows + (u32)row * ROW_BYTES + offset, exists);
-      }
+      for (int row = 0; row < ROWS; row += 8)
+        if (ALL || row < left)
+          copy_async16(target + (piece * STAGED_UNITS + row * 4) * 16,
+                       own + row * ROW_BYTES + (F::IS_FLOAT ? piece : piece * N_UNITS) * 16,
+                       F::IS_FLOAT ? unit * 64 + piece * (16 / F::ELEMENT_BYTES) < N_COLS
+                                   : N_UNITS % 4 == 0 || unit < N_UNITS);
     if constexpr (F::IS_FLOAT) return;
-    if constexpr (F::HIGH_BYTES != 0) copy_plane<F::HIGH_BYTES, 16>(stage + HIGH, rows + ROW_HIGH, count, block);
+    if constexpr (F::HIGH_BYTES != 0) copy_plane<ALL, F::HIGH_BYTES, 16>(stage + HIGH, rows + ROW_HIGH, count, block);
     if constexpr (F::SCALE_BYTES != 0)
-      copy_plane<F::SCALE_BYTES, ROW_SCALES % 16 ? 8 : 16>(stage + SCALES, rows + ROW_SCALES, count, block);
-    for (int row = lane_id(); row < min(ROWS, count); row += 32) {
-      const u8* source = rows + (u32)row * ROW_BYTES + ROW_BLOCKS + block * F::BLOCK_BYTES;
-      if (F::HAS_HEADER) copy_async16(stage + BLOCKS + row * 16, source, true);
-      else if (F::BLOCK_BYTES) copy_async_small<4>(stage + BLOCKS + row * 4, source - block_misalignment(block));
-    }
+      copy_plane<ALL, F::SCALE_BYTES, ROW_SCALES % 16 ? 8 : 16>(stage + SCALES, rows + ROW_SCALES, count, block);
+    const int row = lane_id();
+    if (row >= ROWS || (!ALL && row >= count)) return;
+    const u8* source = rows + row * ROW_BYTES + ROW_BLOCKS + block * F::BLOCK_BYTES;
+    if (F::HAS_HEADER) copy_async16(stage + BLOCKS + row * 16, source, true);
+    else if (F::BLOCK_BYTES) copy_async_small<4>(stage + BLOCKS + row * 4, source - block_misalignment(block));
   }
   // A plane with UNIT bytes for each unit, in pieces of PIECE bytes.
-  template <int UNIT, int PIECE>
+  template <bool ALL, int UNIT, int PIECE>
   INLINE static void copy_plane(u8* plane, const u8* rows, int count, int block) {
-    constexpr int IN_ROW = 4 * UNIT / PIECE;
+    constexpr int IN_ROW = 4 * UNIT / PIECE, STEP = 32 / IN_ROW;  // pieces of a row, rows at a time
+    const int first = lane_id() / IN_ROW, offset = (block * IN_ROW + lane_id() % IN_ROW) * PIECE;
+    const bool exists = N_UNITS % 4 == 0 || offset < N_UNITS * UNIT;
+    const u8* own = rows + first * ROW_BYTES + offset;
 #pragma unroll
-    for (int i = 0; i < ROWS * IN_ROW; i += 32) {
-      int row = (i + lane_id()) / IN_ROW, offset = (block * IN_ROW + lane_id() % IN_ROW) * PIECE;
-      bool exists = offset < N_UNITS * UNIT && (ROWS * IN_ROW >= 32 || i + lane_id() < ROWS * IN_ROW);
-      if (row >= count || !exists) continue;
-      u8* target = plane + (i + lane_id()) * PIECE;
-      const u8* source = rows + (u32)row * ROW_BYTES + offset;
-      if (PIECE == 16) copy_async16(target, source, true);
-      else copy_async_small<8>(target, source);
+    for (int row = 0; row < ROWS; row += STEP) {
+      if ((STEP > ROWS && first >= ROWS) || (!ALL && row + first >= count) || !exists) continue;
+      u8* target = plane + (row * IN_ROW + lane_id()) * PIECE;
+      if (PIECE == 16) copy_async16(target, own + row * ROW_BYTES, true);
+      else copy_async_small<8>(target, own + row * ROW_BYTES);
     }
   }
   // Scales of a block of 256 may be two bytes, at an address that is no multiple of four.
@@ -63,7 +71,8 @@ struct Stage {
   INLINE static void load(RawUnit& raw, const u8* stage, int unit, int block) {
     using S = FromShared;
 #pragma unroll
-    for (int piece = 0; piece < (F::IS_FLOAT ? 0 : PIECES); piece++) raw.low[piece] = S::words4(stage + (piece * STAGED_UNITS + unit) * 16);
+    for (int piece = 0; piece < (F::IS_FLOAT ? 0 : PIECES); piece++)
+      raw.low[piece] = S::words4(stage + (piece * STAGED_UNITS + unit) * 16);
     if (F::HIGH_BYTES == 16) raw.high = S::words4(stage + HIGH + unit * 16);
     if (F::HIGH_BYTES == 8) {
       uint2 bits = S::words2(stage + HIGH + unit * 8);
@@ -76,9 +85,10 @@ struct Stage {
   }
 };
 
-// A code becomes a half in one step: its bits in the mantissa of 1024 are 1024 + code, and times scale - 1024 * scale is
-// exact but for one rounding. What is left over, minimums and the biases of signed codes, is a product of its own, with
-// the sums of 16 columns of the activations. Q8_0, whose bias is too large for that, is centred first.
+// A code becomes a half in one step: its bits in the mantissa of 1024 are 1024 + code, and times scale - 1024 * scale
+// is exact but for one rounding (scales have to be below 64, and weights below 900). What is left over, minimums
+// and the biases of signed codes, is a product of its own, with the sums of 16 columns of the activations. Q8_0, whose
+// bias is too large for that, is centred first.
 template <int TYPE>
 constexpr bool is_centred() { return TYPE == T_Q8_0; }
 
@@ -96,8 +106,8 @@ constexpr u32 code_magic() { return 0x64006400u + 0x10001u * code_bias<TYPE>(); 
 constexpr int LAST_HALF_BITS = 4;
 constexpr float LAST_HALF = 1 << LAST_HALF_BITS;
 
-// A constant that the compiler can not see through, so that it stays in a register instead of being loaded for every use.
-// All lanes of a warp call it.
+// A constant that the compiler can not see through, so that it stays in a register instead of being loaded for every
+// use. All lanes of a warp call it.
 INLINE u32 in_register(u32 value) { return __shfl_sync(FULL_WARP, value, 0); }
 
 // Of the groups of a unit, each twice in a word as halves: the scale, -1024 times it, and the negated minimum.
@@ -115,7 +125,8 @@ INLINE void paired_header(PairedScales& out, uint4 header, int t) {
   u32 minimums = t < 2 ? second & 0x3f3f : ((last >> 4) & 0x0f0f) | ((second & 0xc0c0) >> 2);
   const u32 magic = 0x64006400, negative = 0x80008000;
   u32 s = half2_mul(half2_sub(__byte_perm(scales, magic, 0x5150), magic), __byte_perm(header.x, 0, 0x1010));
-  u32 m = half2_mul(half2_sub(__byte_perm(minimums, magic, 0x5150), magic), __byte_perm(header.x, 0, 0x3232) ^ negative);
+  u32 m = half2_mul(half2_sub(__byte_perm(minimums, magic, 0x5150), magic),
+                    __byte_perm(header.x, 0, 0x3232) ^ negative);
   u32 offsets = half2_mul(s, magic ^ negative);
 #pragma unroll
   for (int g = 0; g < 2; g++) {
@@ -147,8 +158,8 @@ INLINE void paired_scales(PairedScales& out, const RawUnit& raw, int t, bool exi
     if (!exists) out.scale[g] = out.offset[g] = out.minimum[g] = 0;
 }
 
-// Four signed bytes to two pairs of halves, exactly: bytes 0 and 2, then 1 and 3, in the mantissas of 1024 + 128 + byte;
-// `magic` is that without the byte, twice.
+// Four signed bytes to two pairs of halves, exactly: bytes 0 and 2, then 1 and 3, in the mantissas of 1024 + 128 +
+// byte; `magic` is that without the byte, twice.
 INLINE void bytes_to_halves(u32 (&out)[2], u32 bytes, u32 magic) {
   out[0] = half2_sub((bytes & 0x00ff00ff) ^ magic, magic);
   out[1] = half2_sub((bytes >> 8 & 0x00ff00ff) ^ magic, magic);

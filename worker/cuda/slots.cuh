@@ -1,4 +1,5 @@
-// The slots (token, k) of a mixture by expert, found by every block for itself: cheaper than a launch that does it once.
+// The slots (token, k) of a mixture by expert, found by every block for itself: cheaper than a launch that does it
+// once.
 // Definitions of the including source: N_EXPERTS, N_USED, TOKEN_TILE, THREADS.
 #pragma once
 #include "common.cuh"
@@ -11,9 +12,9 @@ struct SlotTile {
 };
 struct SlotTiles {
   int n_tiles;
-  int counts[N_EXPERTS], ends[N_EXPERTS];
+  u16 counts[N_EXPERTS], ends[N_EXPERTS];
   SlotTile tiles[MAX_SLOTS];
-  int experts[MAX_SLOTS], order[MAX_SLOTS];
+  u16 experts[MAX_SLOTS], order[MAX_SLOTS];
 };
 
 // One warp, 32 slots at a time: `visit(slot, expert, before, all)` in every lane, with the number of slots of the same
@@ -52,10 +53,11 @@ INLINE void list_tiles(SlotTiles& slots) {
   __syncwarp();
 }
 
-// ids [n_slots]: the expert of each slot. Every block finds the same order, or tiles of one expert would not fit together.
+// ids [n_slots]: the expert of each slot. Every block finds the same order, or tiles of one expert would not fit
+// together.
 INLINE void find_tiles(SlotTiles& slots, const int* ids, int n_slots) {
   for (int i = threadIdx.x; i < N_EXPERTS; i += THREADS) slots.counts[i] = 0;
-  for (int i = threadIdx.x; i < n_slots; i += THREADS) slots.experts[i] = __ldcg(ids + i);
+  for (int i = threadIdx.x; i < n_slots; i += THREADS) slots.experts[i] = (u16)__ldcg(ids + i);
   __syncthreads();
   if (warp_id() == 0) {
     visit_slots(slots, n_slots, [&](int, int expert, int before, int all) {

@@ -74,7 +74,7 @@ def _attention_variants() -> Iterator[Variant]:
 def _few_cut(token_tile: int, chunk_rows: int, chunks: int) -> dict[str, int | float | str]:
     cut: dict[str, int | float | str] = {"TOKEN_TILE": token_tile, "CHUNK_ROWS": chunk_rows, "CHUNKS": chunks}
     dense = {"N_EXPERTS": 1, "N_USED": 1, "EARLY": 0, "GLU": 0}
-    return {**cut, **dense, "PASSES": max(1, token_tile // 8), "WARPS": 2, "STAGES": 2, "RESIDENT": 1}
+    return {**cut, **dense, "WARPS": 2, "STAGES": 2, "RESIDENT": 1}
 
 
 def _prefill_variants() -> Iterator[Variant]:
@@ -82,7 +82,7 @@ def _prefill_variants() -> Iterator[Variant]:
     for kind in (*_FLOATS, *_QUANTISED):
         yield "mma.cu", {**shape, "TYPE_0": kind, "TYPE_1": kind, "TOKEN_TILE": 64, "BUFFERS": 1, "GLU": 0}
         yield "few.cu", {**shape, **_few_cut(16, 16, 1), "TYPE_0": kind}
-    yield "few.cu", {**shape, **_few_cut(32, 32, 1), "TYPE_0": 12, "TYPE_1": 14, "TYPE_2": 8}
+    yield "few.cu", {**shape, **_few_cut(16, 32, 2), "TYPE_0": 12, "TYPE_1": 14, "TYPE_2": 8}
     mixture = {"N_EXPERTS": 40, "N_USED": 4, "TYPE_0": 12, "TYPE_1": 14}
     yield "few.cu", {**shape, **_few_cut(8, 32, 2), **mixture, "GLU": 1}
     yield "few.cu", {**shape, **_few_cut(8, 32, 2), **mixture, "EARLY": 1}
