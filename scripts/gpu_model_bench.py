@@ -105,7 +105,8 @@ def measure_model(path: Path) -> Iterator[tuple[str, str]]:
             yield f"prefill {length} FAILED", f"{error}: {words}"
     for length in (40, 300):
         yield from consistency(executor, length)
-    yield from breakdown(executor)
+    for count in (1, *BATCHES):
+        yield from breakdown(executor, count)
     yield "memory at the end", memory_words(executor)
     executor.close()
 
@@ -264,26 +265,27 @@ def largest(executor: GpuExecutor, buffer: int, shape: StepShape) -> tuple[float
     return found
 
 
-def breakdown(executor: GpuExecutor) -> Iterator[tuple[str, str]]:
-    """Microseconds of each kind of op in a decode step of one sequence at 512 tokens, each kind alone in a graph."""
-    decode_s(executor, 1, 512)
+def breakdown(executor: GpuExecutor, n_sequences: int = 1) -> Iterator[tuple[str, str]]:
+    """Microseconds of each kind of op in a decode step at 512 tokens, each kind alone in a graph."""
+    decode_s(executor, n_sequences, 512)
     model = executor.models[0]
-    shape = StepShape(1, 1, 1, 1024, True, model.decode_inputs.addresses, 0, "greedy")
-    yield (
-        "  the whole graph",
-        f"{graph_s(executor, model.launches, shape) * 1e6:.1f} us, without Python and copies",
-    )
+    inputs = model.decode_inputs.addresses
+    shape = StepShape(n_sequences, n_sequences, n_sequences, 1024, True, inputs, 0, "greedy")
+    of = f"  batch {n_sequences}:"
+    whole_s = graph_s(executor, model.launches, shape)
+    yield f"{of} the whole graph", f"{whole_s * 1e6:.1f} us, without Python and copies"
     counts = Counter(launch.kind for launch in model.launches)
     for kind, count in counts.items():
         alone = tuple(launch for launch in model.launches if launch.kind == kind)
-        yield f"  {kind.name.lower()} x {count}", f"{graph_s(executor, alone, shape) * 1e6:.1f} us a token"
+        seconds = graph_s(executor, alone, shape)
+        yield f"{of} {kind.name.lower()} x {count}", f"{seconds * 1e6:.1f} us a step"
     launcher = getattr(model.kernels, "launcher", None)
     if launcher is not None:
         before = launcher.n_launches
         for launch in model.launches:
             launch.enqueue(shape)
         model.device.synchronize()
-        yield "  launches a token", str(launcher.n_launches - before)
+        yield f"{of} launches a step", str(launcher.n_launches - before)
 
 
 def graph_s(executor: GpuExecutor, launches: tuple[Launch, ...], shape: StepShape) -> float:

@@ -76,9 +76,26 @@ def test_dense_network(device: GpuDevice, n_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("name", checks.FLOAT_TYPES + checks.QUANT_TYPES)
+@pytest.mark.parametrize(("n_tokens", "rows", "cols"), [(5, 37, 256), (12, 520, 2304), (29, 200, 512)])
+def test_few_tokens(device: GpuDevice, name: str, n_tokens: int, rows: int, cols: int) -> None:
+    prefill_checks.check_few(device, name, n_tokens, rows, cols)
+
+
+@pytest.mark.parametrize("name", ["F16", "Q4_0", "Q5_0", "Q5_1", "Q8_0"])
+def test_few_tokens_on_odd_widths(device: GpuDevice, name: str) -> None:
+    prefill_checks.check_few(device, name, 7, 130, 352)
+
+
+@pytest.mark.parametrize("n_tokens", [2, 8, 9, 16, 17, 32])
+def test_few_tokens_beyond_the_range_of_halves(device: GpuDevice, n_tokens: int) -> None:
+    prefill_checks.check_few(device, "Q4_K", n_tokens, 4100, 4096, size=1e6)
+    prefill_checks.check_few(device, "Q6_K", n_tokens, 300, 4096, size=1e-6)
+
+
+@pytest.mark.parametrize("name", checks.FLOAT_TYPES + checks.QUANT_TYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(37, 256), (520, 2048)])
 def test_tensor_cores(device: GpuDevice, name: str, rows: int, cols: int) -> None:
-    for n_tokens in (1, 8, 17, 33, 200):
+    for n_tokens in (8, 33, 200):
         prefill_checks.check_tensor_cores(device, name, n_tokens, rows, cols)
 
 
@@ -99,7 +116,7 @@ def test_blas(device: GpuDevice, blas: CuBlas, name: str) -> None:
 
 
 @pytest.mark.parametrize("down", ["Q4_K", "Q6_K", "Q8_0"])
-@pytest.mark.parametrize("n_tokens", [5, 16, 100, 700])
+@pytest.mark.parametrize("n_tokens", [2, 5, 16, 32, 100, 700])
 def test_grouped_experts(device: GpuDevice, down: str, n_tokens: int) -> None:
     prefill_checks.check_grouped(device, ("Q4_K", "Q4_K", down), n_tokens, (512, 256, 32, 4))
     prefill_checks.check_grouped(device, ("Q4_0", "Q5_0", down), n_tokens, (256, 256, 16, 2), activation=1)

@@ -214,6 +214,16 @@ INLINE void copy_async16(void* target, const void* source, bool valid) {
   *(uint4*)target = valid ? *(const uint4*)source : make_uint4(0, 0, 0, 0);
 #endif
 }
+// 4 or 8 bytes per thread
+template <int BYTES>
+INLINE void copy_async_small(void* target, const void* source) {
+#if HAS_AMPERE
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(target)), "l"(source), "n"(BYTES)
+               : "memory");
+#else
+  for (int i = 0; i < BYTES / 4; i++) ((u32*)target)[i] = ((const u32*)source)[i];
+#endif
+}
 INLINE void copy_async_commit() {
 #if HAS_AMPERE
   asm volatile("cp.async.commit_group;" ::: "memory");

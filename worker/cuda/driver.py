@@ -23,7 +23,7 @@ from worker.cuda.nvrtc import required_nvrtc
 Variant = tuple[str, dict[str, int | float | str]]
 
 _DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_STATIC_SHARED_BYTES, _LOCAL_BYTES, _REGISTERS = 1, 3, 4
+_STATIC_SHARED_BYTES, _LOCAL_BYTES, _REGISTERS = 1, 3, 4  # CU_FUNC_ATTRIBUTE_*
 _CLUSTER, _PROGRAMMATIC = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
 _DEVICE_ATTRIBUTES = {"sm_count": 16, "major": 75, "minor": 76, "shared_bytes": 97, "l2_bytes": 38}
 DEFAULT_SHARED_BYTES = 48 * 1024

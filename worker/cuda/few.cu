@@ -1,175 +1,275 @@
-// y = W x for 2 to 32 tokens on tensor cores, at the speed at which weights arrive: a block brings all of its few rows
-// into shared memory at once (before the inputs are there, if it knows which), its warps split the columns, unpack
-// their part straight into operands and add up at the end.
+// y = W x for 2 to 32 tokens on tensor cores, at the speed at which weights arrive. A warp streams weights through
+// stages of its own in shared memory, a chunk (some rows, 256 columns) at a time, and goes on from one item of its
+// block (some rows times up to TOKEN_TILE tokens) to the next without a pause; the warps of a block share the columns
+// of an item out and add up at its end.
 //
-// Definitions: COLS (a multiple of 8), TOKEN_TILE (16 or 32), N_TILES (groups of 8 rows of a block), WARPS, MIXTURE
-// (tiles of sorted tokens are read: weights are known only after the wait). GLU: the first half of a block's rows is of
-// gate (TYPE_0), the second of up (TYPE_1), the output act(gate) * up in halves; ACTIVATION 0 silu, 1 gelu. Without GLU
-// a launch takes up to three matrices of one input, of types TYPE_0 .. TYPE_2.
-#include "quant_mma.cuh"
-#include "matrix_call.cuh"
+// Definitions: COLS, TOKEN_TILE (8, 16), CHUNK_ROWS (16, 32), CHUNKS (of an item), WARPS, STAGES, RESIDENT (blocks of a
+// multiprocessor), N_EXPERTS (1: dense), N_USED, EARLY (the chosen experts are known before the inputs are there), GLU.
+// With GLU the first half of the chunks is of gate (TYPE_0), the second of up (TYPE_1), the output act(gate) * up as
+// codes; ACTIVATION 0 silu, 1 gelu. Without, a launch takes up to three matrices of one input, of types TYPE_0 to
+// TYPE_2.
+#include "few_inputs.cuh"
+#include "outputs.cuh"
 
-constexpr int THREADS = WARPS * 32, ROWS = 8 * N_TILES, M_TILES = TOKEN_TILE / 16;
-constexpr int OWN_ROWS = GLU ? ROWS / 2 : ROWS;  // rows of the output that a block makes
-constexpr int N_UNITS = (COLS + 63) / 64;
-#ifndef TYPE_2
-#define TYPE_2 TYPE_0
-#endif
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-// 16 bytes more than a row, so that the eight rows of a group lie in different banks
-constexpr int STRIDE = larger(Format<TYPE_0>::row_bytes(COLS),
-                              larger(Format<TYPE_1>::row_bytes(COLS), Format<TYPE_2>::row_bytes(COLS))) + 16;
+// The chunks of a warp, in the order in which it takes them: those of a block of columns, blocks of columns, items. Its
+// stages are a ring, which is one chunk short of full while the warp works on one.
+struct Ring {
+  const FewCall& call;
+  const SlotTiles& slots;
+  u8* stages;
+  u8* inputs;
+  int n_items;
+  int item, block, chunk;        // the chunk to fetch next
+  int stage, input, next_input;  // the stages to work on, and the one of inputs to fill next
+  bool is_fresh;
+  Item at;
 
-struct FewCall {
-  MatrixCall parts[3];
-  int first_block[3];  // of each part; beyond the grid for parts that are not there
-};
-
-INLINE u32 row_bytes_of(int type_index) {
-  return type_index == 0   ? Format<TYPE_0>::row_bytes(COLS)
-         : type_index == 1 ? Format<TYPE_1>::row_bytes(COLS)
-                           : Format<TYPE_2>::row_bytes(COLS);
-}
-
-// Each warp brings its rows of the block; with GLU of two matrices.
-INLINE void bring_rows(const MatrixCall& call, int part, int row_block, int expert, u8* rows, u64* barrier) {
-  u32 bytes = 0;
+  // Before inputs are there, only weights can be fetched.
+  INLINE void start() {
+    item = blockIdx.x, block = warp_id(), chunk = stage = input = next_input = 0;
+    is_fresh = true;
+    if (item < n_items) at = item_at(call, slots, item);
 #pragma unroll 1
-  for (int pass = 0; pass < 2; pass++) {
-    if (pass == 1) ring_expect(barrier, bytes);
-    for (int r = warp_id(); r < ROWS; r += WARPS) {
-      int matrix = GLU ? r / OWN_ROWS : 0, row = row_block * OWN_ROWS + (GLU ? r % OWN_ROWS : r);
-      if (row >= call.rows) continue;
-      u32 row_bytes = row_bytes_of(GLU ? matrix : part);
-      bytes += row_bytes;
-      if (pass == 0) continue;
-      const u8* weights = (matrix == 0 ? call.weights[0] : call.weights[1]) +
-                          expert * (matrix == 0 ? call.expert_bytes[0] : call.expert_bytes[1]);
-      ring_copy(rows + r * STRIDE, weights + (u64)row * row_bytes, row_bytes, barrier);
-    }
+    for (int s = 0; s < STAGES; s++) fetch(stages + s * STAGE_BYTES, false);
   }
-  ring_commit();
-}
+  // The inputs that belong to what start() has fetched.
+  INLINE void start_inputs() {
+    copy_inputs(inputs, call, slots, item_at(call, slots, blockIdx.x).tile, warp_id());
+    const int next_block = warp_id() + WARPS < N_BLOCKS ? warp_id() + WARPS : warp_id();
+    const int next_item = blockIdx.x + (next_block == (int)warp_id() ? gridDim.x : 0);
+    if (INPUT_STAGES == 2 && !KEEPS_INPUTS && next_item < n_items)
+      copy_inputs(inputs + INPUT_BYTES, call, slots, item_at(call, slots, next_item).tile, next_block);
+    copy_async_commit();
+  }
+  INLINE const u8* arrived() {
+    if (is_fresh) copy_async_wait<0>();  // the inputs came last
+    else copy_async_wait<STAGES - 1>();
+    is_fresh = false;
+    __syncwarp();
+    return stages + stage * STAGE_BYTES;
+  }
+  INLINE const u8* next_inputs() {
+    const u8* next = inputs + input * INPUT_BYTES;
+    if (INPUT_STAGES == 2) input ^= 1;
+    return next;
+  }
+  INLINE void used() {
+    __syncwarp();
+    fetch(stages + stage * STAGE_BYTES, !KEEPS_INPUTS);
+    if (++stage == STAGES) stage = 0;
+  }
 
-// The activations of a unit for one lane: of tokens g and g + 8 of each group of 16, the columns of its fragments.
-struct Inputs {
-  uint4 words[M_TILES][2][2];  // [group][token g or g + 8][first or last eight columns]
-};
-INLINE void read_inputs(Inputs& x, const MatrixCall& call, const int* sources, int unit) {
-  const int g = lane_id() >> 2, t = lane_id() & 3;
-#pragma unroll
-  for (int m = 0; m < M_TILES; m++)
-#pragma unroll
-    for (int upper = 0; upper < 2; upper++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        int source = sources[m * 16 + upper * 8 + g], column = unit * 64 + half * 32 + t * 8;
-        bool inside = source >= 0 && unit < N_UNITS && column < COLS;
-        x.words[m][upper][half] =
-            inside ? __ldcg((const uint4*)(call.input + (u64)source * COLS + column)) : make_uint4(0, 0, 0, 0);
+  // Starts the copy of the next chunk, or of nothing beyond the last item; a group of copies either way.
+  INLINE void fetch(u8* target, bool with_inputs) {
+    if (item < n_items) {
+      const int index = GLU ? chunk / (CHUNKS / 2) : at.part;
+      const int row = at.row + (GLU ? chunk % (CHUNKS / 2) : chunk) * CHUNK_ROWS;
+      const FewPart& part = part_of(call, index);
+      const u8* weights = part.weights + at.tile.expert * part.expert_bytes;
+      if (has_first_type(index)) copy<TYPE_0>(target, weights, row, part.rows);
+      else if (has_second_type(index)) copy<TYPE_1>(target, weights, row, part.rows);
+      else copy<TYPE_2>(target, weights, row, part.rows);
+      if (chunk == 0) {
+        if (with_inputs) copy_inputs(inputs + next_input * INPUT_BYTES, call, slots, at.tile, block);
+        if (INPUT_STAGES == 2) next_input ^= 1;
       }
-}
-
-typedef float Sums[M_TILES][N_TILES][4];
-
-INLINE const u8* lane_row(const u8* rows, int n) { return rows + (n * 8 + (lane_id() >> 2)) * STRIDE; }
-
-template <int TYPE>
-INLINE void multiply_tile(Sums& sums, int n, const PairedScales& scales, const u8* rows, int unit, const Inputs& x) {
-  u32 b[4][2];
-  lane_fragments<TYPE, COLS>(b, scales, lane_row(rows, n), N_UNITS, unit, lane_id() & 3);
-#pragma unroll
-  for (int m = 0; m < M_TILES; m++)
-#pragma unroll
-    for (int s = 0; s < 4; s++) {
-      const uint4 low = x.words[m][0][s >> 1], high = x.words[m][1][s >> 1];
-      if (s & 1) mma_f16(sums[m][n], low.z, high.z, low.w, high.w, b[s][0], b[s][1]);
-      else mma_f16(sums[m][n], low.x, high.x, low.y, high.y, b[s][0], b[s][1]);
+      advance();
     }
-}
+    copy_async_commit();
+  }
+  template <int TYPE>
+  INLINE void copy(u8* target, const u8* weights, int row, int n_rows) {
+    StageOf<TYPE>::copy(target, weights + (u64)row * StageOf<TYPE>::ROW_BYTES, n_rows - row, block);
+  }
+  INLINE void advance() {
+    if (++chunk < CHUNKS) return;
+    chunk = 0, block += WARPS;
+    if (block < N_BLOCKS) return;
+    block = warp_id(), item += gridDim.x;
+    if (item < n_items) at = item_at(call, slots, item);
+  }
+};
 
-// All units of this warp, in blocks of four; FIRST is the type of the rows, with GLU of the first half and SECOND of the
-// others. `x` comes with the inputs of the first unit.
-template <int FIRST, int SECOND>
-INLINE void multiply_units(Sums& sums, const MatrixCall& call, const int* sources, const u8* rows, Inputs x) {
-#pragma unroll 1
-  for (int block = warp_id(); block * 4 < N_UNITS; block += WARPS) {
-    PairedScales scales[N_TILES];
+// Sums of 16 rows; two chains of products where one would be too slow.
+constexpr int CHAINS = N_TILES == 1 ? 2 : 1;
+typedef float Sums[CHAINS][N_TILES][4];
+
+// 16 rows from row 16 * m of a stage on, times a block of columns.
+template <int TYPE>
+INLINE void multiply_rows(Sums& sums, const u8* stage, int m, int block, const Inputs& x) {
+  using S = StageOf<TYPE>;
+  const int t = lane_id() & 3, first = m * 64 + lane_id(), second = first + 32;  // units of the stage
+  const u32 magic = in_register(code_magic<TYPE>());
+  RawUnit raw[2];
+  PairedScales scales[2];
+  if (!Format<TYPE>::IS_FLOAT) {
+    const bool exists = N_UNITS % 4 == 0 || block * 4 + t < N_UNITS;
+    S::load(raw[0], stage, first, block);
+    S::load(raw[1], stage, second, block);
+    paired_scales<TYPE>(scales[0], raw[0], t, exists);
+    paired_scales<TYPE>(scales[1], raw[1], t, exists);
+  }
+  if constexpr (!Format<TYPE>::IS_FLOAT && !is_centred<TYPE>()) {
+    u32 upper[2], lower[2];
+    minimum_fragment<TYPE>(upper, scales[0]);
+    minimum_fragment<TYPE>(lower, scales[1]);
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
-      scales[n] = GLU && n >= N_TILES / 2 ? block_scales<SECOND>(lane_row(rows, n), N_UNITS, block, lane_id() & 3)
-                                          : block_scales<FIRST>(lane_row(rows, n), N_UNITS, block, lane_id() & 3);
-#pragma unroll 1
-    for (int unit = block * 4; unit < min(N_UNITS, block * 4 + 4); unit++) {
-      Inputs next;
-      read_inputs(next, call, sources, (unit & 3) == 3 ? unit + 4 * WARPS - 3 : unit + 1);
+      mma_f16(sums[0][n], upper[0], lower[0], upper[1], lower[1], x.sums[n][0], x.sums[n][1]);
+  }
 #pragma unroll
-      for (int n = 0; n < N_TILES; n++) {
-        if (GLU && n >= N_TILES / 2) multiply_tile<SECOND>(sums, n, scales[n], rows, unit, x);
-        else multiply_tile<FIRST>(sums, n, scales[n], rows, unit, x);
-      }
-      x = next;
+  for (int j = 0; j < 16; j++) {
+    u32 upper[2], lower[2];
+    if constexpr (Format<TYPE>::IS_FLOAT) {
+      float_fragment<TYPE, S::STAGED_UNITS>(upper, stage, first, j);
+      float_fragment<TYPE, S::STAGED_UNITS>(lower, stage, second, j);
+    } else {
+      fragment<TYPE>(upper, raw[0], scales[0], j, magic);
+      fragment<TYPE>(lower, raw[1], scales[1], j, magic);
     }
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+      mma_f16(sums[j % CHAINS][n], upper[0], lower[0], upper[1], lower[1], x.fragments[n][j][0], x.fragments[n][j][1]);
   }
 }
 
-// Sum over the warps of what lane `lane` has in register `i` of tile (m, n).
-INLINE float total(const float* parts, int m, int n, int i, int lane) {
+// Stores or adds this warp's sums of 16 rows from `row` of the item on.
+INLINE void publish(float* parts, const Sums& sums, const Factors& factors, int row, bool adds) {
+  const int g = lane_id() >> 2, t = lane_id() & 3;
+  float* own = parts + (warp_id() * TOKEN_TILE + 2 * t) * SUM_STRIDE + row + g;
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float* place = own + (n * 8 + (i & 1)) * SUM_STRIDE + (i >> 1) * 8;
+      float sum = sums[0][n][i] + (CHAINS == 2 ? sums[CHAINS - 1][n][i] : 0.f);
+      *place = (adds ? *place : 0.f) + sum * factors.of[n][i & 1];
+    }
+}
+
+INLINE float total(const float* parts, int token, int row) {
   float sum = 0;
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) sum += parts[((w * M_TILES + m) * N_TILES + n) * 128 + i * 32 + lane];
+  for (int w = 0; w < WARPS; w++) sum += parts[(w * TOKEN_TILE + token) * SUM_STRIDE + row];
   return sum;
 }
 
-// One thread an output; neighbouring threads have neighbouring rows.
-INLINE void finish(const MatrixCall& call, const Tile& tile, int part, int row_block, const float* parts) {
-  const float down[3] = {1.f / scale_up<TYPE_0>(), 1.f / scale_up<TYPE_1>(), 1.f / scale_up<TYPE_2>()};
-  for (int o = threadIdx.x; o < TOKEN_TILE * OWN_ROWS; o += THREADS) {
-    int token = o / OWN_ROWS, own = o % OWN_ROWS, row = row_block * OWN_ROWS + own;
-    if (token >= tile.count || row >= call.rows) continue;
-    int m = token / 16, n = own / 8, i = (token % 16 / 8) * 2 + (own & 1), lane = token % 8 * 4 + own % 8 / 2;
-    float y = total(parts, m, n, i, lane) * (part == 0 ? down[0] : part == 1 ? down[1] : down[2]);
 #if GLU
-    store_gated(call, tile.first + token, row, y, total(parts, m, n + N_TILES / 2, i, lane) * down[1]);
+INLINE float activate(float x) {
+#if ACTIVATION == 0
+  return x / (1.f + __expf(-x));
 #else
-    store_value(call, tile.first + token, row, y);
+  return 0.5f * x * (1.f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
+#endif
+}
+// A warp stores 32 rows of a token, which are a group of codes.
+INLINE void store_group(const FewCall& call, const float* parts, int token, int position, int first_row, int own) {
+  static_assert(OWN_ROWS % 32 == 0, "whole groups of codes");
+  const FewPart& part = call.parts[0];
+  const int row = first_row + own;
+  const bool exists = row < part.rows;
+  float y = exists ? activate(total(parts, token, own)) * total(parts, token, OWN_ROWS + own) : 0.f;
+  float largest = group_max<32>(fabsf(y));
+  int code = __float2int_rn(y * (largest > 0 ? 127.f / largest : 0.f));
+  if (!exists) return;
+  ((i8*)part.output)[(u64)position * part.output_stride + row] = (i8)code;
+  if (lane_id() == 0) call.output_scales[(u64)position * (part.output_stride / 32) + row / 32] = largest / 127.f;
+}
+#endif
+
+INLINE void store_value(const FewCall& call, const FewPart& part, int position, int row, float y) {
+  if (call.scale != 0) y *= call.scale;
+  if (part.bias) y += part.bias[row];
+  if (call.softcap != 0) y = call.softcap * tanhf(y / call.softcap);
+  float* out = (float*)part.output + (u64)position * part.output_stride + row;
+  *out = call.accumulate ? __ldcg(out) + y : y;
+}
+
+INLINE void finish(const FewCall& call, const SlotTiles& slots, const Item& item, const float* parts) {
+  for (int o = threadIdx.x; o < TOKEN_TILE * OWN_ROWS; o += THREADS) {
+    const int token = o / OWN_ROWS, row = o % OWN_ROWS;
+    if (token >= item.tile.count) return;
+    const int position = MIXTURE ? slots.order[item.tile.first + token] : item.tile.first + token;
+#if GLU
+    store_group(call, parts, token, position, item.row, row);
+#else
+    const FewPart& part = part_of(call, item.part);
+    if (item.row + row < part.rows) store_value(call, part, position, item.row + row, total(parts, token, row));
 #endif
   }
 }
 
-KERNEL __launch_bounds__(THREADS, (M_TILES == 1 ? 24 : 16) / WARPS) few_tokens(const __grid_constant__ FewCall few) {
-  DYNAMIC_SHARED(rows);  // the weights; at the end the sums of the warps
-  __shared__ u64 barriers[WARPS];
-  __shared__ int sources[TOKEN_TILE];
-  const int part = ((int)blockIdx.x >= few.first_block[1]) + ((int)blockIdx.x >= few.first_block[2]);
-  const MatrixCall& call = part == 0 ? few.parts[0] : part == 1 ? few.parts[1] : few.parts[2];
-  const int row_block = blockIdx.x - (part == 0 ? 0 : part == 1 ? few.first_block[1] : few.first_block[2]);
-  ring_init(barriers + warp_id(), 1);
-  __syncthreads();
-  let_next_start();
-  if (MIXTURE) wait_for_inputs();
-  Tile tile = tile_of(call, TOKEN_TILE);
-  if (tile.count <= 0) return;
-  bring_rows(call, part, row_block, tile.expert, rows, barriers + warp_id());
-  if (!MIXTURE) wait_for_inputs();
-  find_sources(sources, call, tile, TOKEN_TILE, THREADS);
-  __syncthreads();
+// A chunk times a block of columns. The loops stay loops: code that does not fit into the instruction cache is slower
+// than what it saves.
+template <int TYPE>
+INLINE void multiply_chunk(float* parts, const u8* stage, int chunk, int block, const Inputs& x,
+                           const Factors& factors) {
+#pragma unroll 1
+  for (int m = 0; m < M_TILES; m++) {
+    Sums sums = {};
+    multiply_rows<TYPE>(sums, stage, m, block, x);
+    publish(parts, sums, factors, chunk * CHUNK_ROWS + m * 16, block >= WARPS);
+  }
+}
+
+// What a warp knows of its tokens, from item to item where they stay the same.
+struct Work {
+  Tokens tokens;
+  Factors factors;
   Inputs x;
-  read_inputs(x, call, sources, warp_id() * 4);
-  ring_wait_all(barriers, WARPS);
-  Sums sums = {};
-  if (part == 0) multiply_units<TYPE_0, TYPE_1>(sums, call, sources, rows, x);
-  else if (!GLU && part == 1) multiply_units<TYPE_1, TYPE_1>(sums, call, sources, rows, x);
-  else if (!GLU) multiply_units<TYPE_2, TYPE_2>(sums, call, sources, rows, x);
-  __syncthreads();
-  float* parts = (float*)rows;
-#pragma unroll
-  for (int m = 0; m < M_TILES; m++)
-#pragma unroll
-    for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        parts[((warp_id() * M_TILES + m) * N_TILES + n) * 128 + i * 32 + lane_id()] = sums[m][n][i];
-  __syncthreads();
-  finish(call, tile, part, row_block, parts);
+};
+
+// This warp's share of an item, into `parts`.
+INLINE void multiply_item(Work& work, const FewCall& call, const SlotTiles& slots, const Item& item, Ring& ring,
+                          float* parts, bool is_first) {
+#pragma unroll 1
+  for (int block = warp_id(); block < N_BLOCKS; block += WARPS) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+      const u8* stage = ring.arrived();
+      if (chunk == 0 && (is_first || !KEEPS_INPUTS)) {
+        const u8* inputs = ring.next_inputs();
+        if (block < WARPS && (is_first || MIXTURE)) {
+          find_tokens(work.tokens, call, slots, item.tile, inputs);
+          find_factors(work.factors, work.tokens);
+        }
+        take_inputs(work.x, inputs, work.tokens);
+      }
+      const int part = GLU ? chunk / (CHUNKS / 2) : item.part;
+      if (has_first_type(part)) multiply_chunk<TYPE_0>(parts, stage, chunk, block, work.x, work.factors);
+      else if (has_second_type(part)) multiply_chunk<TYPE_1>(parts, stage, chunk, block, work.x, work.factors);
+      else multiply_chunk<TYPE_2>(parts, stage, chunk, block, work.x, work.factors);
+      ring.used();
+    }
+  }
+}
+
+KERNEL __launch_bounds__(THREADS, RESIDENT) few_tokens(const __grid_constant__ FewCall call) {
+  DYNAMIC_SHARED(memory);  // sums, then of each warp its stages of weights and of inputs
+  __shared__ SlotTiles slots;
+  constexpr int WARP_BYTES = STAGES * STAGE_BYTES + INPUT_STAGES * INPUT_BYTES;
+  float* parts = (float*)memory;
+  u8* stages = memory + WARPS * TOKEN_TILE * SUM_STRIDE * 4 + warp_id() * WARP_BYTES;
+  int n_items = call.n_items;
+  if (MIXTURE && !EARLY) wait_for_inputs();
+  let_next_start();  // in a mixture not before the wait: the kernel behind reads the chosen experts without waiting
+  if (MIXTURE) {
+    find_tiles(slots, call.ids, call.n_tokens * N_USED);
+    n_items = slots.n_tiles * blocks_of(call.parts[0]);
+  }
+  Ring ring = {call, slots, stages, stages + STAGES * STAGE_BYTES, n_items};
+  ring.start();
+  if (!MIXTURE || EARLY) wait_for_inputs();
+  if ((int)blockIdx.x >= n_items) return;
+  ring.start_inputs();
+  Work work;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < n_items; index += gridDim.x) {
+    const Item item = item_at(call, slots, index);
+    multiply_item(work, call, slots, item, ring, parts, index == (int)blockIdx.x);
+    __syncthreads();
+    finish(call, slots, item, parts);
+    __syncthreads();
+  }
+  copy_async_wait<0>();
 }

@@ -40,8 +40,8 @@ KERNEL __launch_bounds__(1024) sort_slots(const int* __restrict__ ids, int* __re
   }
 }
 
-// output[token] (+)= sum over k of weights[token, k] * rows[position_of[token, k]], in the order of k; four columns a
-// thread, blockIdx.y the token.
+// output[token] (+)= sum over k of weights[token, k] * rows[position_of[token, k]], in the order of k; without
+// position_of rows are in the order of slots. Four columns a thread, blockIdx.y the token.
 KERNEL combine(const float* rows, const int* position_of, const float* weights, float* output, int n_used, int width,
                int accumulate) {
   let_next_start();
@@ -52,7 +52,8 @@ KERNEL combine(const float* rows, const int* position_of, const float* weights, 
   float4 sum = accumulate ? load_fresh4((const float*)out) : make_float4(0, 0, 0, 0);
   for (int k = 0; k < n_used; k++) {
     float weight = __ldcg(weights + token * n_used + k);
-    float4 v = load_fresh4(rows + (u64)__ldcg(position_of + token * n_used + k) * width + column);
+    const int slot = token * n_used + k, position = position_of ? __ldcg(position_of + slot) : slot;
+    float4 v = load_fresh4(rows + (u64)position * width + column);
     sum.x += weight * v.x, sum.y += weight * v.y, sum.z += weight * v.z, sum.w += weight * v.w;
   }
   *out = sum;

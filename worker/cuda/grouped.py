@@ -11,11 +11,11 @@ from ctypes import c_int
 import msgspec
 
 from worker.cuda.driver import Launcher
-from worker.cuda.few import MatrixCallStruct
+from worker.cuda.few import combine
 from worker.cuda.formats import GpuMatrix
 from worker.cuda.matmul import Activations
 from worker.cuda.matmul_moe import Chosen, Experts
-from worker.cuda.prefill import launch_matrix_matrix, to_halves
+from worker.cuda.prefill import MatrixCallStruct, launch_matrix_matrix, to_halves
 
 _TILE_BYTES = 16
 _ALIGNMENT_BYTES = 256
@@ -96,10 +96,7 @@ def moe_grouped(
     )
     down = _call(scratch, scratch.hidden, scratch.rows, experts.down, slots)
     launch_matrix_matrix(launcher, experts.down, experts.down, down, token_tile=tile, n_tiles=tiles)
-    function = launcher.function("group.cu", "combine")
-    args = (scratch.rows, scratch.position_of, choice.weights, output)
-    sizes = (c_int(experts.n_used), c_int(n_embd), c_int(int(accumulate)))
-    launcher.launch(function, (-(-n_embd // 1024), n_tokens), 256, 0, (*args, *sizes), True)
+    combine(launcher, experts, choice, n_tokens, scratch.rows, scratch.position_of, output, accumulate)
 
 
 def _sort(

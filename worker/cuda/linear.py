@@ -3,11 +3,12 @@
     linear(launcher, parts, source, n_tokens, ...)  y_j (+)= W_j x for up to three matrices of one input
     moe(launcher, experts, choice, source, ...)     y (+)= the mixture of experts, or, for few tokens, a dense network
 
-Up to VECTOR_TOKENS tokens run on matrix-vector kernels with 8-bit activations (`source.codes`, or made in the kernel),
-up to CUBLAS_TOKENS on tensor cores with weights unpacked in the kernel, from there on dense matrices go through
-cuBLAS. Above VECTOR_TOKENS the kernels read `source.halves`, made of `source.values` (f32) where there are none, and
-need `workspace`: a 256-byte aligned address with `linear_workspace_bytes` or `moe_workspace_bytes` of memory, which
-nothing else uses while the product runs.
+Up to VECTOR_TOKENS tokens run on matrix-vector kernels, up to FEW_TOKENS on tensor cores as fast as weights arrive,
+both with 8-bit activations: `source.codes`, or made of `source.values` (f32) where there are none. More tokens are
+multiplied as halves (`source.halves`, or made of the values): in the kernel up to CUBLAS_TOKENS, from there on dense
+matrices by cuBLAS. Float weights always want values or halves. Above VECTOR_TOKENS products need `workspace`: a
+256-byte aligned address with `linear_workspace_bytes` or `moe_workspace_bytes` of memory, which nothing else uses while
+they run.
 """
 
 from __future__ import annotations
@@ -15,11 +16,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from worker.cuda.driver import Launcher
-from worker.cuda.few import FEW_TOKENS, few_tiling, multiply_few, multiply_gated, token_tile_for
+from worker.cuda.few import FEW_TOKENS, few_cut, moe_few, multiply_few, multiply_gated, takes_mixture
 from worker.cuda.formats import is_float
 from worker.cuda.grouped import moe_grouped
 from worker.cuda.grouped import workspace as grouped_workspace
-from worker.cuda.matmul import GEMV_TOKENS, STORE, Activations, Epilogue, Norm, Part, gemv, rows_from
+from worker.cuda.matmul import (
+    GEMV_TOKENS,
+    STORE,
+    Activations,
+    Epilogue,
+    Norm,
+    Part,
+    gemv,
+    quantise,
+    rows_from,
+)
 from worker.cuda.matmul_moe import DENSE, Chosen, Experts, RouterRule, hidden_bytes, moe_decode
 from worker.cuda.prefill import (
     CUBLAS_TOKENS,
@@ -31,17 +42,18 @@ from worker.cuda.prefill import (
     to_halves,
 )
 
-VECTOR_TOKENS = 2  # a third token costs dp4a kernels more than a tile of tensor cores
+# Up to here matrix-vector kernels are faster. A dense network is better off on tensor cores from the second token on.
+VECTOR_TOKENS = 4
 _ALIGNMENT_BYTES = 256
 
 
 def needs_codes(n_tokens: int) -> bool:
     """Whether a product of n_tokens tokens reads 8-bit codes, so that its producer should write them."""
-    return n_tokens <= VECTOR_TOKENS
+    return n_tokens <= FEW_TOKENS
 
 
 def linear_workspace_bytes(parts: Sequence[Part], n_tokens: int) -> int:
-    """Scratch of `linear`: halves of the activations and of one matrix at a time."""
+    """Scratch of `linear`: halves or codes of the activations, and halves of one matrix at a time."""
     if n_tokens <= VECTOR_TOKENS:
         return 0
     halves = _aligned(n_tokens * parts[0].matrix.cols * 2)
@@ -70,15 +82,57 @@ def linear(
         return
     assert norm is None and workspace
     cols = parts[0].matrix.cols
-    halves = _halves(launcher, source, n_tokens * cols, workspace)
-    if multiply_few(launcher, parts, halves, n_tokens, epilogue):
+    if n_tokens <= FEW_TOKENS:
+        _linear_few(launcher, parts, source, n_tokens, epilogue, workspace, pdl)
         return
+    halves = _halves(launcher, source, n_tokens * cols, workspace)
     for part in parts:
         if n_tokens >= CUBLAS_TOKENS and blas is not None:
             scratch = workspace + _aligned(n_tokens * cols * 2)
             multiply_with_blas(launcher, blas, part, halves, n_tokens, epilogue, scratch)
         else:
             multiply_in_kernel(launcher, part, halves, n_tokens, epilogue)
+
+
+def _linear_few(
+    launcher: Launcher,
+    parts: Sequence[Part],
+    source: Activations,
+    n_tokens: int,
+    epilogue: Epilogue,
+    workspace: int,
+    pdl: bool,
+) -> None:
+    """Float and quantised matrices take different activations, and so go separately."""
+    cols = parts[0].matrix.cols
+    floats = [part for part in parts if is_float(part.matrix.type_id)]
+    if floats:
+        halves = _halves(launcher, source, n_tokens * cols, workspace)
+        if not multiply_few(launcher, floats, Activations(0, halves=halves), n_tokens, epilogue, pdl):
+            raise AssertionError("float rows of whole eights fit")
+    quantised = [part for part in parts if not is_float(part.matrix.type_id)]
+    if quantised:
+        codes = _codes(launcher, source, n_tokens, cols, workspace, pdl)
+        if not multiply_few(launcher, quantised, codes, n_tokens, epilogue, pdl):
+            raise AssertionError("quantised rows fit")
+
+
+def code_buffer(address: int, n_tokens: int, cols: int) -> Activations:
+    """Codes, scales and sums of [n_tokens, cols] at one address: 5 / 4 * n_tokens * cols bytes."""
+    n = n_tokens * cols
+    return Activations(0, address, address + n, address + n + n // 8)
+
+
+def _codes(
+    launcher: Launcher, source: Activations, n_tokens: int, cols: int, workspace: int, pdl: bool
+) -> Activations:
+    """The 8-bit activations, after making them in `workspace` if no kernel in front did."""
+    if source.codes:
+        return source
+    assert source.values
+    target = code_buffer(workspace, n_tokens, cols)
+    quantise(launcher, source.values, n_tokens, cols, target, pdl)
+    return target
 
 
 def _halves(launcher: Launcher, source: Activations, n: int, workspace: int) -> int:
@@ -130,7 +184,18 @@ def moe_workspace_bytes(experts: Experts, n_tokens: int) -> int:
     """Scratch of `moe`."""
     if _is_for_vectors(experts, n_tokens):
         return _aligned(hidden_bytes(experts, n_tokens))
+    if n_tokens <= FEW_TOKENS:
+        return max(few_scratch(experts, n_tokens)[-1], grouped_workspace(experts, n_tokens).total_bytes)
     return grouped_workspace(experts, n_tokens).total_bytes
+
+
+def few_scratch(experts: Experts, n_tokens: int) -> tuple[int, int, int, int]:
+    """Where codes of the input, codes of what is between and the experts' rows lie in the scratch of `moe` for few
+    tokens, and its size."""
+    slots = n_tokens * experts.n_used
+    between = _aligned(5 * n_tokens * experts.gate.cols // 4)
+    rows = between + _aligned(5 * slots * experts.gate.rows // 4)
+    return 0, between, rows, rows + _aligned(4 * slots * experts.down.rows)
 
 
 def moe(
@@ -163,18 +228,35 @@ def moe(
         )
         return
     assert isinstance(choice, Chosen) and norm is None
+    if takes_mixture(launcher, experts, n_tokens):
+        first, between, rows, _ = few_scratch(experts, n_tokens)
+        codes = _codes(launcher, source, n_tokens, experts.gate.cols, workspace + first, pdl)
+        hidden = code_buffer(workspace + between, n_tokens * experts.n_used, experts.gate.rows)
+        moe_few(
+            launcher,
+            experts,
+            choice,
+            codes,
+            n_tokens,
+            output,
+            hidden,
+            workspace + rows,
+            accumulate=accumulate,
+            pdl=pdl,
+        )
+        return
     scratch = grouped_workspace(experts, n_tokens, workspace)
     moe_grouped(launcher, experts, choice, source, n_tokens, output, scratch, accumulate=accumulate)
 
 
 def takes_network(launcher: Launcher, network: Experts, n_tokens: int) -> bool:
     """Whether `dense_network` can do a network (one expert) for so many tokens."""
-    if n_tokens <= VECTOR_TOKENS:
-        return n_tokens > 0
-    if n_tokens > FEW_TOKENS or network.down.cols % 8:
+    if n_tokens <= 1:
+        return n_tokens == 1
+    if n_tokens > FEW_TOKENS:
         return False
-    matrices, tile = [network.gate, network.up], token_tile_for(n_tokens)
-    return few_tiling(launcher, matrices, tile, 1, is_gated=True) is not None
+    gated = few_cut(launcher, [network.gate, network.up], n_tokens, 1, is_gated=True)
+    return gated is not None and few_cut(launcher, [network.down], n_tokens, 1, is_gated=False) is not None
 
 
 def dense_network(
@@ -192,7 +274,7 @@ def dense_network(
 ) -> None:
     """Enqueue output f32 [n_tokens, n_embd] (+)= down (act(gate x) * up x) in two launches, for up to FEW_TOKENS
     tokens. `hidden`: 4 * n_tokens * n_ff bytes; `workspace` as for `linear` of gate and up."""
-    if n_tokens <= VECTOR_TOKENS:
+    if n_tokens == 1:
         moe_decode(
             launcher,
             network,
@@ -206,18 +288,12 @@ def dense_network(
             pdl=pdl,
         )
         return
-    halves = _halves(launcher, source, n_tokens * network.gate.cols, workspace)
-    if not multiply_gated(launcher, network.gate, network.up, halves, n_tokens, hidden, network.activation):
-        raise AssertionError("takes_network said yes")
+    codes = _codes(launcher, source, n_tokens, network.gate.cols, workspace, pdl)
+    between = code_buffer(hidden, n_tokens, network.gate.rows)
+    multiply_gated(launcher, network, codes, n_tokens, between, pdl)
     down = [Part(network.down, output, network.down.rows)]
-    linear(
-        launcher,
-        down,
-        Activations(0, halves=hidden),
-        n_tokens,
-        epilogue=Epilogue(accumulate),
-        workspace=workspace,
-    )
+    if not multiply_few(launcher, down, between, n_tokens, Epilogue(accumulate), pdl):
+        raise AssertionError("takes_network said yes")
 
 
 def _aligned(size: int) -> int:

@@ -1,23 +1,16 @@
 """Dense matrices times more than a few tokens: tensor-core kernels with weights unpacked inside, or halves and cuBLAS.
 
-All take halves of the activations, all sum in f32. few.cu runs as fast as weights arrive, mma.cu shares the unpacking
-among more tokens, cuBLAS is faster where unpacking the whole matrix first is shared by many.
+All take halves of the activations, all sum in f32. mma.cu unpacks weights on their way, cuBLAS is faster where
+unpacking the whole matrix first is shared by many.
 """
 
 from __future__ import annotations
 
+import ctypes
 from ctypes import c_float, c_int, c_uint64
 from typing import Protocol
 
 from worker.cuda.driver import Launcher
-from worker.cuda.few import (
-    FEW_TOKENS,
-    MatrixCallStruct,
-    few_tiling,
-    launch_few,
-    part_call,
-    token_tile_for,
-)
 from worker.cuda.formats import GpuMatrix, is_float
 from worker.cuda.matmul import Epilogue, Part
 
@@ -25,6 +18,27 @@ CUBLAS_TOKENS = 64  # from here on; below, reading the weights once is what coun
 _ROW_TILE = 128
 _LINE_BYTES = 256  # 128 columns of halves
 _F16 = 1
+
+
+class MatrixCallStruct(ctypes.Structure):
+    """`MatrixCall` of matrix_call.cuh."""
+
+    _fields_ = [
+        ("weights", c_uint64 * 2),
+        ("expert_bytes", c_uint64 * 2),
+        ("input", c_uint64),
+        ("input_rows", c_uint64),
+        ("tiles", c_uint64),
+        ("output", c_uint64),
+        ("bias", c_uint64),
+        ("input_divisor", c_int),
+        ("n_tokens", c_int),
+        ("rows", c_int),
+        ("output_stride", c_int),
+        ("accumulate", c_int),
+        ("scale", c_float),
+        ("softcap", c_float),
+    ]
 
 
 class Blas(Protocol):
@@ -58,6 +72,29 @@ def weights_to_halves(launcher: Launcher, matrix: GpuMatrix, halves: int) -> Non
     launcher.launch(function, -(-n_threads // 256), 256, 0, args, True)
 
 
+def part_call(part: Part, halves: int, n_tokens: int, epilogue: Epilogue) -> MatrixCallStruct:
+    """A dense matrix times halves f16 [n_tokens, cols]."""
+    call = MatrixCallStruct(
+        input=halves,
+        output=part.output,
+        bias=part.bias,
+        input_divisor=1,
+        n_tokens=n_tokens,
+        rows=part.matrix.rows,
+        output_stride=part.output_stride,
+        accumulate=int(epilogue.accumulate),
+        scale=epilogue.scale,
+        softcap=epilogue.softcap,
+    )
+    call.weights[0] = call.weights[1] = part.matrix.pointer
+    return call
+
+
+def token_tile_for(n_tokens: int) -> int:
+    """The smallest tile that holds the tokens, at most 64."""
+    return next((tile for tile in (16, 32, 64) if n_tokens <= tile), 64)
+
+
 def buffers_for(launcher: Launcher, token_tile: int) -> int:
     """Two buffers where shared memory allows, so that copies run beside the products."""
     return 2 if 2 * (token_tile + _ROW_TILE) * _LINE_BYTES + 2048 <= launcher.shared_bytes else 1
@@ -73,22 +110,7 @@ def launch_matrix_matrix(
     n_tiles: int,
     activation: int | None = None,
 ) -> None:
-    """Enqueue few.cu or mma.cu; with `activation` first is gate and second up, and the output is in halves."""
-    if token_tile <= FEW_TOKENS:
-        is_gated = activation is not None
-        matrices = [first, second] if is_gated else [first]
-        tiling = few_tiling(launcher, matrices, token_tile, n_tiles, is_gated)
-        if tiling is not None:
-            launch_few(
-                launcher,
-                matrices,
-                [call],
-                tiling,
-                token_tile=token_tile,
-                n_tiles=n_tiles,
-                activation=activation,
-            )
-            return
+    """Enqueue mma.cu; with `activation` first is gate and second up, and the output is in halves."""
     buffers = buffers_for(launcher, token_tile)
     defines = {
         "COLS": first.cols,

@@ -73,14 +73,21 @@ def _attention_variants() -> Iterator[Variant]:
             yield "attention_prefill.cu", {**cache, **tile}
 
 
+def _few_cut(token_tile: int, chunk_rows: int, chunks: int) -> dict[str, int | float | str]:
+    cut: dict[str, int | float | str] = {"TOKEN_TILE": token_tile, "CHUNK_ROWS": chunk_rows, "CHUNKS": chunks}
+    dense = {"N_EXPERTS": 1, "N_USED": 1, "EARLY": 0, "GLU": 0}
+    return {**cut, **dense, "WARPS": 2, "STAGES": 2, "RESIDENT": 1}
+
+
 def _prefill_variants() -> Iterator[Variant]:
     shape = {"COLS": 512, "ACTIVATION": 0}
     for kind in (*_FLOATS, *_QUANTISED):
         yield "mma.cu", {**shape, "TYPE_0": kind, "TYPE_1": kind, "TOKEN_TILE": 64, "BUFFERS": 1, "GLU": 0}
-        few = {**shape, "TYPE_0": kind, "TYPE_1": kind, "TOKEN_TILE": 16, "N_TILES": 2, "WARPS": 8}
-        yield "few.cu", {**few, "GLU": 0, "MIXTURE": 0}
-    gated = {"TYPE_0": 12, "TYPE_1": 14, "TOKEN_TILE": 32, "N_TILES": 4, "WARPS": 4, "GLU": 1, "MIXTURE": 1}
-    yield "few.cu", {**shape, **gated}
+        yield "few.cu", {**shape, **_few_cut(16, 16, 1), "TYPE_0": kind}
+    yield "few.cu", {**shape, **_few_cut(16, 32, 2), "TYPE_0": 12, "TYPE_1": 14, "TYPE_2": 8}
+    mixture = {"N_EXPERTS": 40, "N_USED": 4, "TYPE_0": 12, "TYPE_1": 14}
+    yield "few.cu", {**shape, **_few_cut(8, 32, 2), **mixture, "GLU": 1}
+    yield "few.cu", {**shape, **_few_cut(8, 32, 2), **mixture, "EARLY": 1}
     for tile, buffers in ((64, 1), (64, 2)):
         common = {"TOKEN_TILE": tile, "BUFFERS": buffers, "TYPE_0": 12, "TYPE_1": 12}
         yield "mma.cu", {**shape, **common, "GLU": 1}

@@ -109,6 +109,14 @@ T __shfl_up_sync(u32, T v, int step) {
   int source = (int)simt::lane() - step;
   return simt::exchange(v, [&](auto from) { return from(source >= 0 ? (unsigned)source : simt::lane()); });
 }
+template <class T>
+u32 __match_any_sync(u32, T value) {
+  return simt::exchange(value, [&](auto from) {
+    u32 out = 0;
+    for (unsigned i = 0; i < 32; i++) out |= (u32)(from(i) == value) << i;
+    return out;
+  });
+}
 inline u32 __ballot_sync(u32, int predicate) {
   return simt::exchange(predicate, [&](auto from) {
     u32 out = 0;
@@ -173,6 +181,8 @@ inline void copy_async16(void* target, const void* source, bool valid) {
   if (valid) std::memcpy(target, source, 16);
   else std::memset(target, 0, 16);
 }
+template <int BYTES>
+void copy_async_small(void* target, const void* source) { std::memcpy(target, source, BYTES); }
 inline void copy_async_commit() {}
 template <int PENDING>
 void copy_async_wait() {}
