@@ -25,12 +25,29 @@ struct QuantisedToken {
 template <int N_COLS, int N_THREADS>
 INLINE void stage_quantised(QuantisedToken<N_COLS> token, const i8* codes, const float* scales, const float* sums) {
   constexpr int UNITS = QuantisedToken<N_COLS>::UNITS;
-  for (int i = threadIdx.x; i < UNITS * 4; i += N_THREADS)
-    token.codes(i & 3)[i >> 2] = i * 16 < N_COLS ? __ldcg((const int4*)codes + i) : make_int4(0, 0, 0, 0);
-  for (int i = threadIdx.x; i < UNITS * 2; i += N_THREADS) {
-    bool inside = i * 32 < N_COLS;
-    token.scales()[i] = inside ? __ldcg(scales + i) : 0.f;
-    token.sums()[i] = inside ? __ldcg(sums + i) : 0.f;
+  constexpr int WORDS = SHARES<UNITS * 4, N_THREADS>, GROUPS = SHARES<UNITS * 2, N_THREADS>;
+  int4 words[WORDS];
+  float2 factors[GROUPS];
+#pragma unroll
+  for (int k = 0; k < WORDS; k++) {
+    const int i = shared_out<N_THREADS>(k);
+    words[k] = i * 16 < N_COLS ? __ldcg((const int4*)codes + i) : make_int4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int k = 0; k < GROUPS; k++) {
+    const int i = shared_out<N_THREADS>(k);
+    const bool inside = i * 32 < N_COLS;
+    factors[k] = make_float2(inside ? __ldcg(scales + i) : 0.f, inside ? __ldcg(sums + i) : 0.f);
+  }
+#pragma unroll
+  for (int k = 0; k < WORDS; k++) {
+    const int i = shared_out<N_THREADS>(k);
+    if (i < UNITS * 4) token.codes(i & 3)[i >> 2] = words[k];
+  }
+#pragma unroll
+  for (int k = 0; k < GROUPS; k++) {
+    const int i = shared_out<N_THREADS>(k);
+    if (i < UNITS * 2) token.scales()[i] = factors[k].x, token.sums()[i] = factors[k].y;
   }
 }
 

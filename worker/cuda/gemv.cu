@@ -2,8 +2,10 @@
 //
 // Definitions: COLS, TOKENS, N_PARTS, TYPE_0 .. TYPE_2 (ggml types), WARPS of a block, STAGES of a warp's ring, ROWS a
 // warp takes at once, PROLOGUE (below). A warp owns whole rows: it fills its ring before it waits for the inputs, so
-// that weights arrive while the kernel in front still runs.
+// that weights arrive while the kernel in front still runs. ROUTER_ROWS, ROUTER_COLS: the router rows of a block and
+// the width of the residual, where a router rides along (router_fold.cuh; one token, QUANTISED).
 #include "activations.cuh"
+#include "router_fold.cuh"
 
 #define QUANTISED 0  // activations come as codes, scales, sums
 #define PLAIN 1      // as f32; the block quantises
@@ -15,13 +17,21 @@
 #ifndef TYPE_2
 #define TYPE_2 TYPE_0
 #endif
+#ifndef ROUTER_ROWS
+#define ROUTER_ROWS 0
+#define ROUTER_COLS 0
+#endif
+#ifndef UNROLL
+#define UNROLL 1
+#endif
 constexpr int THREADS = WARPS * 32;
 constexpr bool FLOATS = Format<TYPE_0>::IS_FLOAT;  // all parts or none
 
 struct Part {
   const u8* weights;
   float* output;
-  const float* bias;  // or null
+  const float* residual;  // what the product is added to, strided as the output and perhaps the same; or null
+  const float* bias;      // or null
   int rows;
   int output_stride;  // floats between tokens
 };
@@ -35,7 +45,7 @@ struct Call {
   float norm_epsilon;
   float scale;    // 0: none
   float softcap;  // 0: none
-  int accumulate;
+  FoldedRouter router;
 };
 
 constexpr int largest(int a, int b) { return a > b ? a : b; }
@@ -87,6 +97,7 @@ typedef float Sums[ROWS][TOKENS];
 template <int TYPE>
 INLINE void multiply(Sums& sums, const u8* stage, const u8* activations) {
   constexpr int UNITS = QuantisedToken<COLS>::UNITS, ROW_BYTES = Format<TYPE>::row_bytes(COLS);
+#pragma unroll (UNROLL)
   for (int unit = lane_id(); unit < UNITS; unit += 32) {
     u32 codes[ROWS][16];
     Scales scales[ROWS];
@@ -96,7 +107,7 @@ INLINE void multiply(Sums& sums, const u8* stage, const u8* activations) {
       load_unit<TYPE, FromShared>(raw, stage + r * ROW_BYTES, UNITS, unit);
       unit_scales<TYPE>(scales[r], raw, unit);
 #pragma unroll
-      for (int j = 0; j < 16; j++) codes[r][j] = unit_codes<TYPE>(raw, j);
+      for (int j = 0; j < 16; j++) codes[r][j] = dot_codes<TYPE>(raw, j);
     }
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) {
@@ -148,30 +159,27 @@ INLINE void multiply_part(Sums& sums, const u8* stage, const u8* activations) {
   else multiply<TYPE>(sums, stage, activations);
 }
 
-// Lane r * TOKENS + t writes row r of token t.
-constexpr int OUTPUTS = ROWS * TOKENS;
+// After warp_sums lane (r * TOKENS + t) * OUTPUT_LANES has row r of token t.
+constexpr int next_power(int n) { return n <= 1 ? 1 : 2 * next_power((n + 1) / 2); }
+constexpr int OUTPUTS = ROWS * TOKENS, SUMS = next_power(OUTPUTS), OUTPUT_LANES = 32 / SUMS;
 static_assert(OUTPUTS <= 32, "a lane for every output of a group");
 
 INLINE float* output_of(const Call& call, Group group) {
   const Part& part = part_of(call, group.part);
-  int r = lane_id() / TOKENS, t = lane_id() % TOKENS;
-  if (lane_id() >= OUTPUTS || r >= group.count) return nullptr;
+  int output = lane_id() / OUTPUT_LANES, r = output / TOKENS, t = output % TOKENS;
+  if (lane_id() % OUTPUT_LANES || output >= OUTPUTS || r >= group.count) return nullptr;
   return part.output + (u64)t * part.output_stride + group.row + r;
 }
 
 INLINE void finish(const Call& call, Group group, Sums& sums, float* out, float old) {
-  float y = 0;
+  float values[SUMS];
 #pragma unroll
-  for (int r = 0; r < ROWS; r++)
-#pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
-      float sum = warp_sum(sums[r][t]);
-      if (lane_id() == r * TOKENS + t) y = sum;
-    }
+  for (int i = 0; i < SUMS; i++) values[i] = i < OUTPUTS ? sums[i / TOKENS % ROWS][i % TOKENS] : 0.f;
+  float y = warp_sums(values);
   if (!out) return;
   const Part& part = part_of(call, group.part);
   if (call.scale != 0) y *= call.scale;
-  if (part.bias) y += part.bias[group.row + lane_id() / TOKENS];
+  if (part.bias) y += part.bias[group.row + lane_id() / OUTPUT_LANES / TOKENS];
   if (call.softcap != 0) y = call.softcap * tanhf(y / call.softcap);
   *out = old + y;
 }
@@ -237,10 +245,21 @@ KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
 #if PROLOGUE == NORMED
   if (!FLOATS) norm.template load<false>(call.norm);
 #endif
+#if ROUTER_ROWS
+  __shared__ float router_parts[ROUTER_ROWS * 32];
+  RouterShare<COLS, ROUTER_COLS, THREADS, ROUTER_ROWS> router;
+  router.fetch(call.router);
+#endif
   wait_for_inputs();
   if constexpr (FLOATS) stage_floats(call, memory);
   else stage_activations(call, norm, memory, scratch);
+#if ROUTER_ROWS
+  router.multiply(router_parts, call.router, call.codes, call.scales);
+#endif
   __syncthreads();
+#if ROUTER_ROWS
+  router.finish(router_parts, call.router);
+#endif
 #if PROLOGUE == NORMED
   if (FLOATS) normalise_floats(call, memory, scratch);
 #endif
@@ -248,7 +267,9 @@ KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
   for (int index = first; index < n_groups; index += n_warps) {
     Group group = group_at(call, index);
     float* out = output_of(call, group);
-    float old = out && call.accumulate ? __ldcg(out) : 0.f;  // on its way while the weights are waited for
+    const Part& part = part_of(call, group.part);
+    // on its way while the weights are waited for
+    float old = out && part.residual ? __ldcg(part.residual + (out - part.output)) : 0.f;
     Sums sums = {};
     ring_wait<STAGES - 1>(barrier + stage, round);
     const u8* weights = ring + stage * STAGE_BYTES;

@@ -16,6 +16,7 @@ import msgspec
 
 from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix, is_float, planar_row_bytes
+from worker.cuda.router_fold import RouterCall, _FoldedStruct, folded_struct
 
 GEMV_TOKENS = 8
 _QUANTISED, _PLAIN, _NORMED = 0, 1, 2  # PROLOGUE of the kernels
@@ -42,12 +43,14 @@ class Norm(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One matrix of a launch: output f32 [tokens, output_stride], bias f32 [rows] or 0."""
+    """One matrix of a launch: output f32 [tokens, output_stride], bias f32 [rows] or 0. `residual`: what an
+    accumulating launch adds to, where that is not the output itself."""
 
     matrix: GpuMatrix
     output: int
     output_stride: int
     bias: int = 0
+    residual: int = 0
 
 
 class Epilogue(msgspec.Struct, frozen=True):
@@ -65,6 +68,7 @@ class _PartStruct(ctypes.Structure):
     _fields_ = [
         ("weights", c_uint64),
         ("output", c_uint64),
+        ("residual", c_uint64),
         ("bias", c_uint64),
         ("rows", c_int),
         ("output_stride", c_int),
@@ -82,7 +86,7 @@ class _CallStruct(ctypes.Structure):
         ("norm_epsilon", c_float),
         ("scale", c_float),
         ("softcap", c_float),
-        ("accumulate", c_int),
+        ("router", _FoldedStruct),
     ]
 
 
@@ -137,13 +141,15 @@ def gemv(
     *,
     norm: Norm | None = None,
     epilogue: Epilogue = STORE,
+    router: RouterCall | None = None,
     pdl: bool = True,
 ) -> None:
-    """Enqueue y_j = W_j x for 1..GEMV_TOKENS tokens; matrices of float and of quantised types go separately."""
+    """Enqueue y_j = W_j x for 1..GEMV_TOKENS tokens; matrices of float and of quantised types go separately.
+    `router`: one that rides along, for one token, one quantised matrix and an input with codes."""
     floats = [part for part in parts if is_float(part.matrix.type_id)]
     for group in (floats, [part for part in parts if part not in floats]):
         if group:
-            _gemv_group(launcher, group, source, n_tokens, norm, epilogue, pdl)
+            _gemv_group(launcher, group, source, n_tokens, norm, epilogue, pdl, router)
 
 
 def _gemv_group(
@@ -154,6 +160,7 @@ def _gemv_group(
     norm: Norm | None,
     epilogue: Epilogue,
     pdl: bool,
+    router: RouterCall | None = None,
 ) -> None:
     cols = parts[0].matrix.cols
     assert 1 <= len(parts) <= 3 and all(part.matrix.cols == cols for part in parts)
@@ -182,8 +189,12 @@ def _gemv_group(
         "PROLOGUE": prologue,
         **{f"TYPE_{i}": part.matrix.type_id for i, part in enumerate(parts)},
     }
+    if router:
+        assert n_tokens == 1 and prologue == _QUANTISED
+        rows_per_block = -(-router.router.n_experts // tiling.blocks)
+        defines |= {"ROUTER_ROWS": rows_per_block, "ROUTER_COLS": parts[0].matrix.rows}
     function = launcher.function("gemv.cu", "gemv", defines)
-    call = _call_struct(parts, source, norm, epilogue)
+    call = _call_struct(parts, source, norm, epilogue, router)
     launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,), pdl)
 
 
@@ -212,7 +223,9 @@ def _split_tokens(
 
 
 def _at_token(part: Part, token: int) -> Part:
-    return msgspec.structs.replace(part, output=part.output + token * part.output_stride * 4)
+    moved = token * part.output_stride * 4
+    residual = part.residual and part.residual + moved
+    return msgspec.structs.replace(part, output=part.output + moved, residual=residual)
 
 
 def rows_from(source: Activations, token: int, cols: int) -> Activations:
@@ -229,7 +242,11 @@ def rows_from(source: Activations, token: int, cols: int) -> Activations:
 
 
 def _call_struct(
-    parts: Sequence[Part], source: Activations, norm: Norm | None, epilogue: Epilogue
+    parts: Sequence[Part],
+    source: Activations,
+    norm: Norm | None,
+    epilogue: Epilogue,
+    router: RouterCall | None,
 ) -> _CallStruct:
     call = _CallStruct(
         codes=source.codes,
@@ -240,11 +257,13 @@ def _call_struct(
         norm_epsilon=norm.epsilon if norm else 0.0,
         scale=epilogue.scale,
         softcap=epilogue.softcap,
-        accumulate=int(epilogue.accumulate),
+        router=folded_struct(router),
     )
     for i, part in enumerate(parts):
-        matrix = part.matrix
-        call.parts[i] = _PartStruct(matrix.pointer, part.output, part.bias, matrix.rows, part.output_stride)
+        matrix, residual = part.matrix, (part.residual or part.output) if epilogue.accumulate else 0
+        call.parts[i] = _PartStruct(
+            matrix.pointer, part.output, residual, part.bias, matrix.rows, part.output_stride
+        )
     return call
 
 

@@ -43,22 +43,25 @@ DENSE = Chosen(0, 0)
 
 
 class RouterRule(msgspec.Struct, frozen=True):
-    """Experts still to be chosen, for one token: logits f32 [experts], bias f32 [experts] or 0."""
+    """Experts still to be chosen, for one token: logits f32 [experts], bias f32 [experts] or 0. `residual`: with a
+    folded router (no bias then) the row f32 [n_embd] by whose rms the logits are not divided yet, else 0."""
 
     logits: int
     bias: int = 0
     is_sigmoid: bool = False
     normalize: bool = True
     weights_scale: float = 1.0
+    residual: int = 0
+    epsilon: float = 0.0
 
 
 class _RuleStruct(ctypes.Structure):
     _fields_ = [
         ("logits", c_uint64),
+        ("residual", c_uint64),
         ("bias", c_uint64),
+        ("epsilon", c_float),
         ("weights_scale", c_float),
-        ("sigmoid", c_int),
-        ("normalise", c_int),
     ]
 
 
@@ -80,7 +83,6 @@ class _GateUpStruct(ctypes.Structure):
         ("values", c_uint64),
         ("norm", c_uint64),
         ("norm_epsilon", c_float),
-        ("rows", c_int),
     ]
 
 
@@ -93,10 +95,9 @@ class _DownStruct(ctypes.Structure):
         ("codes", c_uint64),
         ("scales", c_uint64),
         ("sums", c_uint64),
+        ("residual", c_uint64),
         ("output", c_uint64),
-        ("rows", c_int),
         ("output_stride", c_int),
-        ("accumulate", c_int),
     ]
 
 
@@ -120,6 +121,7 @@ def moe_decode(
 ) -> None:
     """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source`; `hidden` is scratch of hidden_bytes.
 
+    With a folded router the output is not read: the sum is added to `choice.residual`.
     Types must be quantised. The first of the two kernels is not launched early in a mixture: until the router has
     spoken it has nothing to fetch, and its blocks would only take room.
     """
@@ -200,6 +202,7 @@ def _function(
         "TOKENS": n_tokens,
         "N_EXPERTS": experts.gate.experts,
         "N_USED": experts.n_used,
+        "MATRIX_ROWS": experts.gate.rows if is_gate_up else experts.down.rows,
         "WARPS": tiling.warps,
         "STAGES": tiling.stages,
         "ROWS": tiling.rows,
@@ -207,16 +210,21 @@ def _function(
         "PROLOGUE": prologue,
         "CHOOSE": int(isinstance(choice, RouterRule)),
         "CHOOSE_EARLY": int(isinstance(choice, RouterRule) and not is_gate_up),
+        "FOLDED": int(isinstance(choice, RouterRule) and choice.residual != 0 and not is_gate_up),
     }
+    if isinstance(choice, RouterRule):
+        defines |= {
+            "SIGMOID": int(choice.is_sigmoid),
+            "BIASED": int(choice.bias != 0),
+            "NORMALISED": int(choice.normalize),
+        }
     return launcher.function(f"moe_{name}.cu", name, defines)
 
 
 def _router_struct(choice: Chosen | RouterRule) -> _RouterStruct:
     if isinstance(choice, Chosen):
         return _RouterStruct(ids=choice.ids, weights=choice.weights)
-    rule = _RuleStruct(
-        choice.logits, choice.bias, choice.weights_scale, int(choice.is_sigmoid), int(choice.normalize)
-    )
+    rule = _RuleStruct(choice.logits, choice.residual, choice.bias, choice.epsilon, choice.weights_scale)
     return _RouterStruct(rule=rule)
 
 
@@ -258,7 +266,6 @@ def _gate_up(
         values=source.values,
         norm=norm.weights if norm else 0,
         norm_epsilon=norm.epsilon if norm else 0.0,
-        rows=experts.gate.rows,
     )
     launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,), pdl)
 
@@ -275,15 +282,15 @@ def _down(
 ) -> None:
     tiling = _down_tiling(launcher, experts, n_tokens)
     assert tiling is not None
+    residual = choice.residual if isinstance(choice, RouterRule) and choice.residual else output
     function = _function(launcher, "down", experts, choice, n_tokens, tiling, _PLAIN)
     call = _DownStruct(
         router=_router_struct(choice),
         down=experts.down.pointer,
         expert_bytes=experts.down.expert_bytes,
         hidden=hidden,
+        residual=residual if accumulate else 0,
         output=output,
-        rows=experts.down.rows,
         output_stride=experts.down.rows,
-        accumulate=int(accumulate),
     )
     launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,), pdl)

@@ -1,8 +1,9 @@
 // What the two kernels of a mixture share: which experts, and a unit of a row times a token.
 //
-// Definitions: COLS, TYPE_0, TOKENS, N_EXPERTS, N_USED, WARPS, STAGES, ROWS, PROLOGUE, CHOOSE. With CHOOSE the block
-// finds the experts itself from router logits (one token); otherwise ids and weights are given. N_EXPERTS 1 is a dense
-// network: nothing is chosen, and its weights can be fetched before the inputs are there.
+// Definitions: COLS, MATRIX_ROWS, TYPE_0, TOKENS, N_EXPERTS, N_USED, WARPS, STAGES, ROWS (a power of two), PROLOGUE,
+// CHOOSE, FOLDED, and those of top_k.cuh. With CHOOSE the block finds the experts itself from router logits (one token), with FOLDED from those
+// of a folded router; otherwise ids and weights are given. N_EXPERTS 1 is a dense network: nothing is chosen, and its
+// weights can be fetched before the inputs are there.
 #pragma once
 #include "activations.cuh"
 #include "top_k.cuh"
@@ -11,6 +12,9 @@
 #define PLAIN 1
 #define NORMED 2
 
+#ifndef UNROLL
+#define UNROLL 1
+#endif
 constexpr bool DENSE = N_EXPERTS == 1;
 constexpr int THREADS = WARPS * 32;
 constexpr int UNITS = QuantisedToken<COLS>::UNITS;
@@ -28,10 +32,11 @@ struct Experts {
 };
 
 // ids and, if wanted, weights of all tokens into shared memory; ends with a barrier
-INLINE void find_experts(Experts& experts, const Router& router, bool with_weights) {
+INLINE void find_experts(Experts& experts, const Router& router, bool with_weights, float logit_scale = 1.f) {
 #if CHOOSE
   __shared__ ChoiceMemory<N_EXPERTS> memory;
-  choose_experts<N_EXPERTS, N_USED, THREADS>(memory, experts.ids, with_weights ? experts.weights : nullptr, router.rule);
+  choose_experts<N_EXPERTS, N_USED, THREADS>(memory, experts.ids, with_weights ? experts.weights : nullptr, router.rule,
+                                              logit_scale);
 #else
   for (int i = threadIdx.x; i < TOKENS * N_USED; i += THREADS) {
     experts.ids[i] = DENSE ? 0 : __ldcg(router.ids + i);
@@ -43,7 +48,7 @@ INLINE void find_experts(Experts& experts, const Router& router, bool with_weigh
 
 // One unit of ROWS rows with one token's activations.
 template <int TYPE>
-INLINE void add_unit(float (&sums)[ROWS], const u8* rows, int unit, const UnitActivations& x) {
+INLINE void add_unit(float* sums, const u8* rows, int unit, const UnitActivations& x) {
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     RawUnit raw;
@@ -52,7 +57,7 @@ INLINE void add_unit(float (&sums)[ROWS], const u8* rows, int unit, const UnitAc
     load_unit<TYPE, FromShared>(raw, rows + r * Format<TYPE>::row_bytes(COLS), UNITS, unit);
     unit_scales<TYPE>(scales, raw, unit);
 #pragma unroll
-    for (int j = 0; j < 16; j++) codes[j] = unit_codes<TYPE>(raw, j);
+    for (int j = 0; j < 16; j++) codes[j] = dot_codes<TYPE>(raw, j);
     sums[r] += unit_dot<TYPE>(codes, scales, x);
   }
 }

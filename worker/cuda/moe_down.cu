@@ -10,26 +10,27 @@ struct DownCall {
   const i8* codes;
   const float* scales;
   const float* sums;
+  const float* residual;  // what the sum is added to, strided as the output and perhaps the same; or null
   float* output;
-  int rows;
   int output_stride;
-  int accumulate;
 };
 
 constexpr int EXPERT_STAGE_BYTES = ROWS * Format<TYPE_0>::row_bytes(COLS);
-constexpr int STAGE_BYTES = N_USED * EXPERT_STAGE_BYTES;
+constexpr int STAGE_BYTES = N_USED * EXPERT_STAGE_BYTES, PER_TOKEN = (MATRIX_ROWS + ROWS - 1) / ROWS;
 
 INLINE void fill_row(const DownCall& call, const Experts& experts, int index, int n_groups, u8* stage, u64* barrier) {
   if (index < n_groups) {
-    const int per_token = (call.rows + ROWS - 1) / ROWS;
-    int row = index % per_token * ROWS, token = index / per_token;
-    u32 bytes = min(ROWS, call.rows - row) * Format<TYPE_0>::row_bytes(COLS);
+    int row = index % PER_TOKEN * ROWS, token = index / PER_TOKEN;
+    u32 bytes = min(ROWS, MATRIX_ROWS - row) * Format<TYPE_0>::row_bytes(COLS);
     ring_expect(barrier, bytes * N_USED);
-    for (int k = 0; k < N_USED; k++)
-      ring_copy(stage + k * EXPERT_STAGE_BYTES,
-                call.down + (u64)experts.ids[token * N_USED + k] * call.expert_bytes +
-                    (u64)row * Format<TYPE_0>::row_bytes(COLS),
-                bytes, barrier);
+    __syncwarp();
+    for (int base = 0; base < N_USED; base += 32) {
+      const int k = min(base + (int)lane_id(), N_USED - 1);
+      ring_copy_each(stage + k * EXPERT_STAGE_BYTES,
+                     call.down + (u64)experts.ids[token * N_USED + k] * call.expert_bytes +
+                         (u64)row * Format<TYPE_0>::row_bytes(COLS),
+                     bytes, barrier, min(32, N_USED - base));
+    }
   }
   ring_commit();
 }
@@ -66,18 +67,30 @@ INLINE void stage_hidden(const DownCall& call, const Experts& experts, u8* memor
 #endif
 }
 
+// 1 / rms of the row that a folded router did not divide by.
+INLINE float logit_scale(const RouterRule& rule) {
+#if FOLDED
+  __shared__ float scratch[32];
+  RowShare<MATRIX_ROWS, THREADS> row;
+  row.template load<true>(rule.residual);
+  return rsqrtf(block_sum<THREADS>(row.squares(), scratch) * (1.f / MATRIX_ROWS) + rule.epsilon);
+#else
+  return 1.f;
+#endif
+}
+
 KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
   DYNAMIC_SHARED(memory);
   __shared__ u64 barriers[WARPS * STAGES];
   __shared__ Experts experts;
-  const int per_token = (call.rows + ROWS - 1) / ROWS, n_groups = per_token * TOKENS;
+  constexpr int n_groups = PER_TOKEN * TOKENS;
   const int first = blockIdx.x + warp_id() * gridDim.x, n_warps = gridDim.x * WARPS;
   u8* ring = memory + TOKENS * N_USED * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
   u64* barrier = barriers + warp_id() * STAGES;
   ring_init(barrier, STAGES);
   let_next_start();
   if (!(CHOOSE_EARLY || DENSE)) wait_for_inputs();
-  find_experts(experts, call.router, true);
+  find_experts(experts, call.router, true, logit_scale(call.router.rule));
 #pragma unroll
   for (int s = 0; s < STAGES; s++)
     fill_row(call, experts, first + s * n_warps, n_groups, ring + s * STAGE_BYTES, barrier + s);
@@ -87,12 +100,14 @@ KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
   __syncthreads();
   int stage = 0, round = 0;
   for (int index = first; index < n_groups; index += n_warps) {
-    int token = index / per_token, row = index % per_token * ROWS;
-    float* out = call.output + (u64)token * call.output_stride + row + lane_id();
-    bool writes = lane_id() < ROWS && row + (int)lane_id() < call.rows;
-    float old = writes && call.accumulate ? __ldcg(out) : 0.f;  // on its way while the weights are waited for
-    float sums[ROWS] = {}, y = 0;
+    int token = index / PER_TOKEN, row = index % PER_TOKEN * ROWS;
+    const int r = lane_id() / (32 / ROWS);  // whose sum this lane will have
+    const u64 at = (u64)token * call.output_stride + row + r;
+    bool writes = lane_id() % (32 / ROWS) == 0 && row + r < MATRIX_ROWS;
+    float old = writes && call.residual ? __ldcg(call.residual + at) : 0.f;  // on its way while the weights are waited for
+    float sums[ROWS] = {};
     ring_wait<STAGES - 1>(barrier + stage, round);
+#pragma unroll (UNROLL)
     for (int i = lane_id(); i < N_USED * UNITS; i += 32) {
       int slot = i / UNITS, unit = i % UNITS;
       UnitActivations x;
@@ -101,12 +116,8 @@ KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
     }
     __syncwarp();
     fill_row(call, experts, index + STAGES * n_warps, n_groups, ring + stage * STAGE_BYTES, barrier + stage);
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      float sum = warp_sum(sums[r]);
-      if (lane_id() == r) y = sum;
-    }
-    if (writes) *out = old + y;
+    const float y = warp_sums(sums);
+    if (writes) call.output[at] = old + y;
     if (++stage == STAGES) stage = 0, round++;
   }
 }

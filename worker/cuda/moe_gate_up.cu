@@ -15,7 +15,6 @@ struct GateUpCall {
   const float* values;
   const float* norm;
   float norm_epsilon;
-  int rows;
 };
 
 INLINE float activate(float x) {
@@ -27,13 +26,12 @@ INLINE float activate(float x) {
 }
 
 constexpr int GATE_BYTES = ROWS * Format<TYPE_0>::row_bytes(COLS), UP_BYTES = ROWS * Format<TYPE_1>::row_bytes(COLS);
-constexpr int STAGE_BYTES = GATE_BYTES + UP_BYTES;
+constexpr int STAGE_BYTES = GATE_BYTES + UP_BYTES, PER_EXPERT = (MATRIX_ROWS + ROWS - 1) / ROWS;
 
 INLINE void fill_pair(const GateUpCall& call, const Experts& experts, int index, int n_groups, u8* stage, u64* barrier) {
   if (index < n_groups) {
-    const int per_expert = (call.rows + ROWS - 1) / ROWS;
-    int row = index % per_expert * ROWS, count = min(ROWS, call.rows - row);
-    u64 expert = experts.ids[index / per_expert];
+    int row = index % PER_EXPERT * ROWS, count = min(ROWS, MATRIX_ROWS - row);
+    u64 expert = experts.ids[index / PER_EXPERT];
     u32 gate_bytes = count * Format<TYPE_0>::row_bytes(COLS), up_bytes = count * Format<TYPE_1>::row_bytes(COLS);
     ring_expect(barrier, gate_bytes + up_bytes);
     ring_copy(stage, call.gate + expert * call.gate_expert_bytes + (u64)row * Format<TYPE_0>::row_bytes(COLS), gate_bytes,
@@ -87,7 +85,7 @@ KERNEL __launch_bounds__(THREADS) gate_up(const __grid_constant__ GateUpCall cal
   __shared__ u64 barriers[WARPS * STAGES];
   __shared__ float scratch[32];
   __shared__ Experts experts;
-  const int per_expert = (call.rows + ROWS - 1) / ROWS, n_groups = per_expert * TOKENS * N_USED;
+  constexpr int n_groups = PER_EXPERT * TOKENS * N_USED;
   const int first = blockIdx.x + warp_id() * gridDim.x, n_warps = gridDim.x * WARPS;
   u8* ring = memory + TOKENS * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
   u64* barrier = barriers + warp_id() * STAGES;
@@ -112,22 +110,22 @@ KERNEL __launch_bounds__(THREADS) gate_up(const __grid_constant__ GateUpCall cal
   int stage = 0, round = 0;
   for (int index = first; index < n_groups; index += n_warps) {
     ring_wait<STAGES - 1>(barrier + stage, round);
-    int pair = index / per_expert, row = index % per_expert * ROWS;
+    int pair = index / PER_EXPERT, row = index % PER_EXPERT * ROWS;
     QuantisedToken<COLS> token = {memory + pair / N_USED * TOKEN_BYTES};
-    float gate[ROWS] = {}, up[ROWS] = {};
+    float sums[2 * ROWS] = {};  // of gate, of up
+#pragma unroll (UNROLL)
     for (int unit = lane_id(); unit < UNITS; unit += 32) {
       UnitActivations x;
       token.read(x, unit);
-      add_unit<TYPE_0>(gate, ring + stage * STAGE_BYTES, unit, x);
-      add_unit<TYPE_1>(up, ring + stage * STAGE_BYTES + GATE_BYTES, unit, x);
+      add_unit<TYPE_0>(sums, ring + stage * STAGE_BYTES, unit, x);
+      add_unit<TYPE_1>(sums + ROWS, ring + stage * STAGE_BYTES + GATE_BYTES, unit, x);
     }
     __syncwarp();
     fill_pair(call, experts, index + STAGES * n_warps, n_groups, ring + stage * STAGE_BYTES, barrier + stage);
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      float g = warp_sum(gate[r]), u = warp_sum(up[r]);
-      if (lane_id() == r && row + r < call.rows) call.hidden[(u64)pair * call.rows + row + r] = activate(g) * u;
-    }
+    const float gate = warp_sums(sums), up = __shfl_down_sync(FULL_WARP, gate, 16);
+    const int r = lane_id() / (16 / ROWS);
+    if (lane_id() % (16 / ROWS) == 0 && r < ROWS && row + r < MATRIX_ROWS)
+      call.hidden[(u64)pair * MATRIX_ROWS + row + r] = activate(gate) * up;
     if (++stage == STAGES) stage = 0, round++;
   }
 }

@@ -163,9 +163,22 @@ struct UnitActivations {
   float2 sums;
 };
 
-INLINE int dot4(u32 weights, int activations, int sum) { return __dp4a((int)weights, activations, sum); }
+// Codes for unit_dot: as unit_codes, but the high nibbles of types with a minimum stay in place, 16 times too large.
+template <int TYPE>
+constexpr bool KEEPS_HIGH = TYPE == T_Q4_K || TYPE == T_Q4_1;
+template <int TYPE>
+INLINE u32 dot_codes(const RawUnit& raw, int j) {
+  if (KEEPS_HIGH<TYPE> && j >= 8) return word_of(raw.low[(j >> 2) & 1], j & 3) & 0xf0f0f0f0;
+  return unit_codes<TYPE>(raw, j);
+}
 
-// The dot product of one unit with one token's activations.
+template <int TYPE>
+INLINE int dot4(u32 weights, int activations, int sum) {
+  if (Format<TYPE>::HAS_MINIMUM) return dot4_unsigned(weights, activations, sum);
+  return __dp4a((int)weights, activations, sum);
+}
+
+// The dot product of one unit (dot_codes) with one token's activations.
 template <int TYPE>
 INLINE float unit_dot(const u32 (&codes)[16], const Scales& w, const UnitActivations& x) {
   using F = Format<TYPE>;
@@ -173,14 +186,15 @@ INLINE float unit_dot(const u32 (&codes)[16], const Scales& w, const UnitActivat
   int group_dots[4];
 #pragma unroll
   for (int g = 0; g < 4; g++) {
-    int d = dot4(codes[4 * g], x.codes[g].x, 0);
-    d = dot4(codes[4 * g + 1], x.codes[g].y, d);
-    d = dot4(codes[4 * g + 2], x.codes[g].z, d);
-    group_dots[g] = dot4(codes[4 * g + 3], x.codes[g].w, d);
+    int d = dot4<TYPE>(codes[4 * g], x.codes[g].x, 0);
+    d = dot4<TYPE>(codes[4 * g + 1], x.codes[g].y, d);
+    d = dot4<TYPE>(codes[4 * g + 2], x.codes[g].z, d);
+    group_dots[g] = dot4<TYPE>(codes[4 * g + 3], x.codes[g].w, d);
   }
   if (F::N_GROUPS == 2) {
     sum += w.scale[0] * x.scales.x * (float)(group_dots[0] + group_dots[1]);
-    sum += w.scale[1] * x.scales.y * (float)(group_dots[2] + group_dots[3]);
+    float high_scale = KEEPS_HIGH<TYPE> ? x.scales.y * (1 / 16.f) : x.scales.y;
+    sum += w.scale[1] * high_scale * (float)(group_dots[2] + group_dots[3]);
     if (F::HAS_MINIMUM) sum -= w.minimum[0] * x.sums.x + w.minimum[1] * x.sums.y;
     return sum;
   }
@@ -189,10 +203,10 @@ INLINE float unit_dot(const u32 (&codes)[16], const Scales& w, const UnitActivat
   if (!F::HAS_MINIMUM) return sum;
 #pragma unroll
   for (int g = 0; g < 4; g++) {  // sums of halves are not stored: a product with ones
-    int d = dot4(0x01010101, x.codes[g].x, 0);
-    d = dot4(0x01010101, x.codes[g].y, d);
-    d = dot4(0x01010101, x.codes[g].z, d);
-    d = dot4(0x01010101, x.codes[g].w, d);
+    int d = dot4<TYPE>(0x01010101, x.codes[g].x, 0);
+    d = dot4<TYPE>(0x01010101, x.codes[g].y, d);
+    d = dot4<TYPE>(0x01010101, x.codes[g].z, d);
+    d = dot4<TYPE>(0x01010101, x.codes[g].w, d);
     sum -= w.minimum[g] * (g < 2 ? x.scales.x : x.scales.y) * (float)d;
   }
   return sum;

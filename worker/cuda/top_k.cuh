@@ -3,70 +3,85 @@
 #pragma once
 #include "common.cuh"
 
+#ifndef SIGMOID
+#define SIGMOID 0     // gating; else softmax
+#define BIASED 0      // a bias steers the choice
+#define NORMALISED 1  // the weights of the chosen sum to weights_scale
+#endif
+
 struct RouterRule {
   const float* logits;
-  const float* bias;  // steers the choice; or null
+  const float* residual;  // with FOLDED: the row whose 1 / rms the logits still lack; not BIASED then
+  const float* bias;
+  float epsilon;  // of that rms
   float weights_scale;
-  int sigmoid;  // else softmax
-  int normalise;
 };
 
 template <int EXPERT_COUNT>
 struct ChoiceMemory {
-  float scores[EXPERT_COUNT];  // logits, or their sigmoids
-  int keys[EXPERT_COUNT];      // what ranks them, as integers of the same order
+  static constexpr int KEYS = (EXPERT_COUNT + 15) / 16 * 16;
+  float scores[EXPERT_COUNT];    // logits
+  __align__(16) int keys[KEYS];  // what ranks them, as integers of the same order; those beyond the experts are least
 };
 
+// Above INT_LEAST for everything, not a number included.
+constexpr int INT_LEAST = -2147483647 - 1;
 INLINE int ordered_key(float value) {
   int bits = __float_as_int(value);
-  return bits ^ ((bits >> 31) & 0x7fffffff);
+  return max(bits ^ ((bits >> 31) & 0x7fffffff), INT_LEAST + 1);
 }
+
+INLINE float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 
 // Largest logit and the sum of exponentials above it, in every lane of a warp.
 template <int EXPERT_COUNT>
-INLINE void softmax_mass(const ChoiceMemory<EXPERT_COUNT>& memory, float& top, float& total) {
+INLINE void softmax_mass(const ChoiceMemory<EXPERT_COUNT>& memory, float logit_scale, float& top, float& total) {
   top = -1e30f, total = 0;
   for (int e = lane_id(); e < EXPERT_COUNT; e += 32) top = fmaxf(top, memory.scores[e]);
   top = warp_max(top);
-  for (int e = lane_id(); e < EXPERT_COUNT; e += 32) total += __expf(memory.scores[e] - top);
+  for (int e = lane_id(); e < EXPERT_COUNT; e += 32) total += __expf((memory.scores[e] - top) * logit_scale);
   total = warp_sum(total);
 }
 
-// Weights of the chosen, by the first USED_COUNT threads.
+// Weights of the chosen, by one warp; `logit_scale` is what the logits lack.
 template <int EXPERT_COUNT, int USED_COUNT>
 INLINE void choice_weights(const ChoiceMemory<EXPERT_COUNT>& memory, const int* ids, float* weights,
-                           const RouterRule& rule) {
-  float top = 0, total = 1, sum = 0, own = 0;
-  if (!rule.sigmoid && rule.normalise) top = memory.scores[ids[0]];
-  if (!rule.sigmoid && (rule.bias || !rule.normalise)) softmax_mass(memory, top, total);
-  if (threadIdx.x >= USED_COUNT) return;
-#pragma unroll
-  for (int k = 0; k < USED_COUNT; k++) {
-    float score = memory.scores[ids[k]];
-    if (!rule.sigmoid) score = __expf(score - top);
-    sum += score;
-    if (k == (int)threadIdx.x) own = score;
+                           const RouterRule& rule, float logit_scale) {
+  float top = memory.scores[ids[0]], total = 1, sum = 0;
+  if (!SIGMOID && (BIASED || !NORMALISED)) softmax_mass(memory, logit_scale, top, total);
+  for (int k = lane_id(); k < USED_COUNT; k += 32) {
+    const float logit = memory.scores[ids[k]];
+    weights[k] = SIGMOID ? sigmoid(logit * logit_scale) : __expf((logit - top) * logit_scale);
+    sum += weights[k];
   }
-  weights[threadIdx.x] = own / (rule.normalise ? sum : total) * rule.weights_scale;
+  sum = warp_sum(sum);
+  const float factor = __fdividef(rule.weights_scale, NORMALISED ? sum : total);
+  for (int k = lane_id(); k < USED_COUNT; k += 32) weights[k] *= factor;
 }
 
 // Fills ids [USED_COUNT] and, if not null, weights, in shared memory; the whole block calls, and must not have used
-// `memory` since a barrier. Ends with a barrier.
+// `memory` since a barrier. Unless BIASED the logits themselves rank. Ends with a barrier.
 template <int EXPERT_COUNT, int USED_COUNT, int N_THREADS>
-INLINE void choose_experts(ChoiceMemory<EXPERT_COUNT>& memory, int* ids, float* weights, const RouterRule& rule) {
-  constexpr int SPLIT = 4;  // threads that count for one expert
-  for (int e = threadIdx.x; e < EXPERT_COUNT; e += N_THREADS) {
-    float score = load_fresh(rule.logits + e);
-    if (rule.sigmoid) score = 1.f / (1.f + __expf(-score));
-    memory.scores[e] = score;
-    memory.keys[e] = ordered_key(score);
+INLINE void choose_experts(ChoiceMemory<EXPERT_COUNT>& memory, int* ids, float* weights, const RouterRule& rule,
+                           float logit_scale = 1.f) {
+  constexpr int SPLIT = 4, KEYS = ChoiceMemory<EXPERT_COUNT>::KEYS;  // threads that count for one expert
+#pragma unroll
+  for (int k = 0; k < SHARES<KEYS, N_THREADS>; k++) {
+    const int e = shared_out<N_THREADS>(k);
+    if (e < EXPERT_COUNT) {
+      const float score = load_fresh(rule.logits + e);
+      memory.scores[e] = score;
+      memory.keys[e] = ordered_key(score);
+    } else if (e < KEYS) {
+      memory.keys[e] = INT_LEAST;
+    }
   }
   __syncthreads();
-  if (rule.bias) {
+  if (BIASED) {
     float top, total;
-    softmax_mass(memory, top, total);
+    softmax_mass(memory, logit_scale, top, total);
     for (int e = threadIdx.x; e < EXPERT_COUNT; e += N_THREADS) {
-      float score = rule.sigmoid ? memory.scores[e] : __expf(memory.scores[e] - top) / total;
+      float score = SIGMOID ? sigmoid(memory.scores[e]) : __expf(memory.scores[e] - top) / total;
       memory.keys[e] = ordered_key(score + rule.bias[e]);
     }
     __syncthreads();
@@ -76,9 +91,10 @@ INLINE void choose_experts(ChoiceMemory<EXPERT_COUNT>& memory, int* ids, float* 
     int e = (base + threadIdx.x) / SPLIT, rank = 0;
     int key = e < EXPERT_COUNT ? memory.keys[e] : 0;
 #pragma unroll 8
-    for (int j = threadIdx.x % SPLIT; j < EXPERT_COUNT; j += SPLIT) {
-      int other = memory.keys[j];
-      rank += other > key || (other == key && j < e);
+    for (int j = threadIdx.x % SPLIT * 4; j < KEYS; j += SPLIT * 4) {
+      const int4 others = *(const int4*)(memory.keys + j);  // an equal one with a lower id goes first
+      rank += (others.x > key - (j < e)) + (others.y > key - (j + 1 < e)) + (others.z > key - (j + 2 < e)) +
+              (others.w > key - (j + 3 < e));
     }
     rank += __shfl_xor_sync(FULL_WARP, rank, 1);
     rank += __shfl_xor_sync(FULL_WARP, rank, 2);
@@ -86,6 +102,6 @@ INLINE void choose_experts(ChoiceMemory<EXPERT_COUNT>& memory, int* ids, float* 
   }
   __syncthreads();
   if (!weights) return;
-  if (threadIdx.x < 32) choice_weights<EXPERT_COUNT, USED_COUNT>(memory, ids, weights, rule);
+  if (threadIdx.x < 32) choice_weights<EXPERT_COUNT, USED_COUNT>(memory, ids, weights, rule, logit_scale);
   __syncthreads();
 }
