@@ -68,15 +68,15 @@ def folded_routers(oplist: OpList) -> dict[int, int]:
 
 
 def _rides_along(oplist: OpList, router: int) -> bool:
-    product, norm, op, mixture = oplist.ops[router - 2 : router + 2] if router >= 2 else (None,) * 4
-    if product is None or product.kind != OpKind.LINEAR or mixture.kind != OpKind.MOE:
+    if router < 2:
         return False
-    is_plain = (
-        len(product.weights) == 1 and not any(product.floats) and not any(b >= 0 for b in product.biases)
-    )
+    product, norm, op, mixture = oplist.ops[router - 2 : router + 2]
+    if product.kind != OpKind.LINEAR or mixture.kind != OpKind.MOE:
+        return False
+    bare = all(bias < 0 for bias in (*product.biases, *op.biases)) and not any(product.floats)
     adds = bool(product.ints[1]) and bool(mixture.ints[2])
     stream = product.outputs == norm.inputs == mixture.outputs
-    return is_plain and adds and stream and op.biases[0] < 0 and _is_quantised(oplist, product)
+    return len(product.weights) == 1 and bare and adds and stream and _is_quantised(oplist, product)
 
 
 def _types(oplist: OpList, op: Op) -> list[str]:

@@ -66,7 +66,7 @@ class KernelSet(Protocol):
     ) -> None: ...
 
     def fold_router(self, matrix: Matrix, router: Matrix, norm: int) -> Any:
-        """What `routed_linear` needs of a router over norm(r + matrix a), made now; None where a router stays alone."""
+        """What `routed_linear` needs of a router of norm(r + matrix a), made now; None where it stays alone."""
         ...
 
     def routed_linear(

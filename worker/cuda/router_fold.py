@@ -1,9 +1,9 @@
 """A router inside of the product in front of it, for one token: its rows made at load, its place in a call.
 
 The product y = r + W a (attention's output projection) is what the router multiplies, after a norm. With R, the
-router times the norm's weights, its logits are (R r + (R W) a) / rms(y): R and R W are computed once (`fold_router`), the
-product's kernel makes the logits on the side, and the mixture divides by the rms where it matters. One launch a layer
-less. R W is rounded to halves, the product to 8-bit activations, as it is without folding.
+router times the norm's weights, its logits are (R r + (R W) a) / rms(y): R and R W are computed once (`fold_router`),
+the product's kernel makes the logits on the side, and the mixture divides by the rms where it matters. One launch a
+layer less. R and R W are rounded to halves, a to 8 bits, as it is without folding.
 """
 
 from __future__ import annotations
