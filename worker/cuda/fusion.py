@@ -1,7 +1,8 @@
 """Which ops of a list may run inside of another's kernels when a step has few tokens.
 
 A norm disappears into the matrices that read it, a router into the product in front of its norm; the two products of a
-dense network and the gate between them become two launches. Nothing here launches: `lowering.py` asks, `cuda_kernels.py` does.
+dense network and the gate between them become two launches. Nothing here launches: `lowering.py` asks, and
+`cuda_kernels.py` does.
 """
 
 from __future__ import annotations

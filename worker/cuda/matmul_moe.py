@@ -122,15 +122,15 @@ def moe_decode(
     """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source`; `hidden` is scratch of hidden_bytes.
 
     With a folded router the output is not read: the sum is added to `choice.residual`.
-    Types must be quantised. The first of the two kernels is not launched early in a mixture: until the router has
-    spoken it has nothing to fetch, and its blocks would only take room.
+    Types must be quantised. The first of the two kernels hesitates to start early in a mixture: until the router has
+    spoken it has nothing to fetch, and its blocks take room.
     """
     assert n_tokens == 1 or isinstance(choice, Chosen)
     if not _fits(launcher, experts, n_tokens):
         assert isinstance(choice, Chosen) and n_tokens > 1, "an expert does not fit into shared memory"
         _halves(launcher, experts, choice, source, n_tokens, hidden, output, accumulate, pdl)
         return
-    _gate_up(launcher, experts, choice, source, n_tokens, hidden, norm, pdl and experts.gate.experts == 1)
+    _gate_up(launcher, experts, choice, source, n_tokens, hidden, norm, pdl)
     _down(launcher, experts, choice, n_tokens, hidden, output, accumulate, pdl)
 
 
@@ -267,7 +267,8 @@ def _gate_up(
         norm=norm.weights if norm else 0,
         norm_epsilon=norm.epsilon if norm else 0.0,
     )
-    launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,), pdl)
+    block, hesitant = tiling.warps * 32, experts.gate.experts > 1
+    launcher.launch(function, tiling.blocks, block, tiling.shared_bytes, (call,), pdl, hesitant=hesitant)
 
 
 def _down(
