@@ -133,8 +133,8 @@ def check_parts(device: Device, names: tuple[str, ...], n_tokens: int, cols: int
         assert not y[:, matrix.rows :].any(), "written past the rows"
 
 
-def quantised_like_kernel(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    groups = x.reshape(len(x), -1, 32)
+def quantised_like_kernel(x: NDArray[np.float64], group: int = 32) -> NDArray[np.float64]:
+    groups = x.reshape(len(x), -1, group)
     scale = np.abs(groups).max(-1, keepdims=True) / 127
     return (np.rint(groups / np.where(scale > 0, scale, 1)) * scale).reshape(x.shape)
 
@@ -226,7 +226,7 @@ def check_moe(
     start = x if folded else rng.standard_normal((n_tokens, n_embd)).astype(np.float32)
     output = device.put(np.full_like(start, np.nan) if folded else start)
     probe = Experts(made[0][0], made[1][0], made[2][0], n_used, activation)
-    hidden = device.put(np.zeros(hidden_bytes(probe, n_tokens) // 4, np.float32))
+    hidden = device.put(np.full(hidden_bytes(probe, n_tokens), 0xFF, np.uint8))
     if in_kernel:
         bias_pointer = device.put(bias) if bias is not None else 0
         values = device.put(x)
@@ -256,6 +256,6 @@ def check_moe(
     for token in range(n_tokens):
         for slot, expert in enumerate(ids[token]):
             h = activate((gate[expert] @ inputs[token]).astype(np.float32), activation)
-            h = quantised_like_kernel((h * (up[expert] @ inputs[token]))[None])[0]
+            h = quantised_like_kernel((h * (up[expert] @ inputs[token]))[None], group=16)[0]
             expected[token] += weights[token, slot] * (down[expert] @ h)
     assert_near(device.get(output), expected, 2e-3, f"{names} T={n_tokens} {shape}")

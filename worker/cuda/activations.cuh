@@ -4,19 +4,23 @@
 #pragma once
 #include "quant.cuh"
 
-// One token: int4 codes[4][units], float2 scales[units], float2 sums[units].
-template <int N_COLS>
+// How often a lane's loop over units is unrolled: few rounds wholly, so that their loads go out together.
+constexpr int unroll_of(int rounds) { return rounds <= 4 ? rounds : 2; }
+
+// One token: int4 codes[4][units]; then per unit two scales, or four if FINE; then float2 sums[units].
+template <int N_COLS, bool FINE = false>
 struct QuantisedToken {
-  static constexpr int UNITS = (N_COLS + 63) / 64;
-  static constexpr int BYTES = UNITS * 80;
+  static constexpr int UNITS = (N_COLS + 63) / 64, SCALES = FINE ? 4 : 2;
+  static constexpr int BYTES = (UNITS * (72 + 4 * SCALES) + 15) / 16 * 16;
   u8* memory;
   INLINE int4* codes(int plane) const { return (int4*)memory + plane * UNITS; }
   INLINE float* scales() const { return (float*)(memory + UNITS * 64); }
-  INLINE float* sums() const { return (float*)(memory + UNITS * 72); }
-  INLINE void read(UnitActivations& x, int unit) const {
+  INLINE float* sums() const { return (float*)(memory + UNITS * (64 + 4 * SCALES)); }
+  INLINE void read(Activations<FINE>& x, int unit) const {
 #pragma unroll
     for (int plane = 0; plane < 4; plane++) x.codes[plane] = codes(plane)[unit];
-    x.scales = ((const float2*)scales())[unit];
+    if constexpr (FINE) *(float4*)x.scales = ((const float4*)scales())[unit];
+    else *(float2*)x.scales = ((const float2*)scales())[unit];
     x.sums = ((const float2*)sums())[unit];
   }
 };
@@ -51,6 +55,9 @@ INLINE void stage_quantised(QuantisedToken<N_COLS> token, const i8* codes, const
   }
 }
 
+// Groups whose largest value is below this become zeros: the fast division would overflow.
+#define LEAST_QUANTISED 1e-30f
+
 // Four consecutive values per lane, eight lanes a group of 32; all lanes of a warp call. `column` is the first of the
 // four; `inside` false stores zeros into the half unit that the row ends in.
 template <int N_COLS>
@@ -58,7 +65,7 @@ INLINE void quantise4(QuantisedToken<N_COLS> token, float4 v, int column, float 
   float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 #pragma unroll
   for (int step = 1; step < 8; step <<= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
-  float inverse = largest > 0 ? 127.f / largest : 0.f, scale = largest * (1.f / 127.f) * multiplier;
+  float inverse = largest > LEAST_QUANTISED ? __fdividef(127.f, largest) : 0.f, scale = largest * (1.f / 127.f) * multiplier;
   int a = __float2int_rn(v.x * inverse), b = __float2int_rn(v.y * inverse);
   int c = __float2int_rn(v.z * inverse), d = __float2int_rn(v.w * inverse);
   int sum = a + b + c + d;

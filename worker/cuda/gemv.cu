@@ -21,8 +21,8 @@
 #define ROUTER_ROWS 0
 #define ROUTER_COLS 0
 #endif
-#ifndef UNROLL
-#define UNROLL 1
+#ifndef TRIGGER
+#define TRIGGER 0
 #endif
 constexpr int THREADS = WARPS * 32;
 constexpr bool FLOATS = Format<TYPE_0>::IS_FLOAT;  // all parts or none
@@ -97,7 +97,7 @@ typedef float Sums[ROWS][TOKENS];
 template <int TYPE>
 INLINE void multiply(Sums& sums, const u8* stage, const u8* activations) {
   constexpr int UNITS = QuantisedToken<COLS>::UNITS, ROW_BYTES = Format<TYPE>::row_bytes(COLS);
-#pragma unroll (UNROLL)
+#pragma unroll (unroll_of((UNITS + 31) / 32))
   for (int unit = lane_id(); unit < UNITS; unit += 32) {
     u32 codes[ROWS][16];
     Scales scales[ROWS];
@@ -111,10 +111,10 @@ INLINE void multiply(Sums& sums, const u8* stage, const u8* activations) {
     }
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) {
-      UnitActivations x;
+      Activations<false> x;
       QuantisedToken<COLS>{(u8*)activations + t * TOKEN_BYTES}.read(x, unit);
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) sums[r][t] += unit_dot<TYPE>(codes[r], scales[r], x);
+      for (int r = 0; r < ROWS; r++) sums[r][t] += unit_dot<TYPE, false>(codes[r], scales[r], x);
     }
   }
 }
@@ -238,9 +238,10 @@ KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
   u8* ring = memory + TOKENS * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
   u64* barrier = barriers + warp_id() * STAGES;
   ring_init(barrier, STAGES);
-  let_next_start();
+  if (TRIGGER == 0) let_next_start();
 #pragma unroll
   for (int s = 0; s < STAGES; s++) fill(call, first + s * n_warps, n_groups, ring + s * STAGE_BYTES, barrier + s);
+  if (TRIGGER == 1 || (TRIGGER == 2 && first + STAGES * n_warps >= n_groups)) let_next_start();
   NormShare norm;
 #if PROLOGUE == NORMED
   if (!FLOATS) norm.template load<false>(call.norm);
@@ -278,6 +279,7 @@ KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
     else multiply_part<TYPE_2>(sums, weights, memory);
     __syncwarp();
     fill(call, index + STAGES * n_warps, n_groups, ring + stage * STAGE_BYTES, barrier + stage);
+    if (TRIGGER == 2 && index + (STAGES + 1) * n_warps >= n_groups) let_next_start();
     finish(call, group, sums, out, old);
     if (++stage == STAGES) stage = 0, round++;
   }

@@ -106,11 +106,18 @@ def token_bytes(cols: int, float_weights: bool) -> int:
 
 
 def choose_tiling(
-    launcher: Launcher, n_rows: int, row_bytes: int, activation_bytes: int, rows: int, n_tokens: int
+    launcher: Launcher,
+    n_rows: int,
+    row_bytes: int,
+    activation_bytes: int,
+    rows: int,
+    n_tokens: int,
+    warps_divide: int = 0,
 ) -> Tiling | None:
     """Enough warps to have a small matrix in flight at once, rings for the rest; None when so many tokens do not fit.
 
-    Two blocks should fit on a multiprocessor, so that a kernel can start while the one in front ends.
+    Two blocks should fit on a multiprocessor, so that a kernel can start while the one in front ends. `warps_divide`:
+    warps times rows have to divide this number (0: anything goes).
     """
     budget = launcher.shared_bytes - _RESERVED_SHARED_BYTES
     shared_half = budget // 2 - 1024
@@ -123,6 +130,8 @@ def choose_tiling(
             per_sm = -(-groups // launcher.sm_count)
             wanted = min(_MAX_WARPS, max(4, -(-per_sm // 4) * 4))
             for warps in sorted({min(wanted, count) for count in warp_counts}, reverse=True):
+                if warps_divide % (warps * n):
+                    continue
                 stages = min(4, max(1, -(-per_sm // warps)))
                 fitting = (limit - activation_bytes) // (warps * n * row_bytes)
                 if fitting >= min(stages, 2):

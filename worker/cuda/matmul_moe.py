@@ -12,11 +12,12 @@ from ctypes import c_float, c_int, c_uint64
 
 import msgspec
 
-from worker.cuda.driver import Function, Launcher
+from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix
 from worker.cuda.matmul import Activations, Norm, Tiling, choose_tiling, rows_from, token_bytes
 
 _QUANTISED, _PLAIN, _NORMED = 0, 1, 2
+_HIDDEN_GROUP = 16  # rows that share a scale between the two kernels
 
 
 class Experts(msgspec.Struct, frozen=True):
@@ -69,6 +70,10 @@ class _RouterStruct(ctypes.Structure):
     _fields_ = [("ids", c_uint64), ("weights", c_uint64), ("rule", _RuleStruct)]
 
 
+class _HiddenStruct(ctypes.Structure):
+    _fields_ = [("codes", c_uint64), ("scales", c_uint64), ("sums", c_uint64)]
+
+
 class _GateUpStruct(ctypes.Structure):
     _fields_ = [
         ("router", _RouterStruct),
@@ -76,7 +81,7 @@ class _GateUpStruct(ctypes.Structure):
         ("up", c_uint64),
         ("gate_expert_bytes", c_uint64),
         ("up_expert_bytes", c_uint64),
-        ("hidden", c_uint64),
+        ("hidden", _HiddenStruct),
         ("codes", c_uint64),
         ("scales", c_uint64),
         ("sums", c_uint64),
@@ -91,10 +96,7 @@ class _DownStruct(ctypes.Structure):
         ("router", _RouterStruct),
         ("down", c_uint64),
         ("expert_bytes", c_uint64),
-        ("hidden", c_uint64),
-        ("codes", c_uint64),
-        ("scales", c_uint64),
-        ("sums", c_uint64),
+        ("hidden", _HiddenStruct),
         ("residual", c_uint64),
         ("output", c_uint64),
         ("output_stride", c_int),
@@ -103,7 +105,14 @@ class _DownStruct(ctypes.Structure):
 
 def hidden_bytes(experts: Experts, n_tokens: int) -> int:
     """Size of the `hidden` buffer of `moe_decode`."""
-    return n_tokens * experts.n_used * experts.gate.rows * 4
+    count = n_tokens * experts.n_used * experts.gate.rows
+    return count + 2 * 4 * (count // _HIDDEN_GROUP)
+
+
+def _hidden_struct(experts: Experts, n_tokens: int, hidden: int) -> _HiddenStruct:
+    count = n_tokens * experts.n_used * experts.gate.rows
+    scales = hidden + count
+    return _HiddenStruct(hidden, scales, scales + 4 * (count // _HIDDEN_GROUP))
 
 
 def moe_decode(
@@ -174,43 +183,44 @@ def _fits(launcher: Launcher, experts: Experts, n_tokens: int) -> bool:
 def _gate_up_tiling(launcher: Launcher, experts: Experts, n_tokens: int) -> Tiling | None:
     row_bytes = experts.gate.row_bytes + experts.up.row_bytes
     n_rows = n_tokens * experts.n_used * experts.gate.rows
+    activation_bytes = n_tokens * token_bytes(experts.gate.cols, False)
     return choose_tiling(
-        launcher, n_rows, row_bytes, n_tokens * token_bytes(experts.gate.cols, False), 1, n_tokens
+        launcher, n_rows, row_bytes, activation_bytes, 1, n_tokens, warps_divide=_HIDDEN_GROUP
     )
 
 
 def _down_tiling(launcher: Launcher, experts: Experts, n_tokens: int) -> Tiling | None:
     row_bytes = experts.n_used * experts.down.row_bytes
-    activation_bytes = n_tokens * experts.n_used * token_bytes(experts.down.cols, False)
+    activation_bytes = n_tokens * experts.n_used * _fine_token_bytes(experts.down.cols)
     return choose_tiling(launcher, n_tokens * experts.down.rows, row_bytes, activation_bytes, 1, n_tokens)
 
 
-def _function(
-    launcher: Launcher,
-    name: str,
-    experts: Experts,
-    choice: Chosen | RouterRule,
-    n_tokens: int,
-    tiling: Tiling,
-    prologue: int,
-) -> Function:
-    is_gate_up = name == "gate_up"
+def _fine_token_bytes(cols: int) -> int:
+    """Shared memory of one token's activations with a scale per 16 columns (activations.cuh)."""
+    return -(-(-(-cols // 64) * 88) // 16) * 16
+
+
+def _rounds(experts: Experts, n_tokens: int, tiling: Tiling) -> int:
+    """Tiles of a block of the first kernel."""
+    tile = max(_HIDDEN_GROUP, tiling.warps * tiling.rows)
+    return -(-n_tokens * experts.n_used * -(-experts.gate.rows // tile) // tiling.blocks)
+
+
+def _defines(
+    matrix: GpuMatrix, experts: Experts, choice: Chosen | RouterRule, n_tokens: int, tiling: Tiling
+) -> dict[str, int | float | str]:
+    """What both kernels are told (moe.cuh)."""
     defines: dict[str, int | float | str] = {
-        "COLS": experts.gate.cols if is_gate_up else experts.down.cols,
-        "TYPE_0": experts.gate.type_id if is_gate_up else experts.down.type_id,
-        "TYPE_1": experts.up.type_id if is_gate_up else experts.down.type_id,
+        "COLS": matrix.cols,
+        "MATRIX_ROWS": matrix.rows,
+        "TYPE_0": matrix.type_id,
         "TOKENS": n_tokens,
         "N_EXPERTS": experts.gate.experts,
         "N_USED": experts.n_used,
-        "MATRIX_ROWS": experts.gate.rows if is_gate_up else experts.down.rows,
         "WARPS": tiling.warps,
         "STAGES": tiling.stages,
         "ROWS": tiling.rows,
-        "ACTIVATION": experts.activation,
-        "PROLOGUE": prologue,
         "CHOOSE": int(isinstance(choice, RouterRule)),
-        "CHOOSE_EARLY": int(isinstance(choice, RouterRule) and not is_gate_up),
-        "FOLDED": int(isinstance(choice, RouterRule) and choice.residual != 0 and not is_gate_up),
     }
     if isinstance(choice, RouterRule):
         defines |= {
@@ -218,7 +228,7 @@ def _function(
             "BIASED": int(choice.bias != 0),
             "NORMALISED": int(choice.normalize),
         }
-    return launcher.function(f"moe_{name}.cu", name, defines)
+    return defines
 
 
 def _router_struct(choice: Chosen | RouterRule) -> _RouterStruct:
@@ -252,14 +262,20 @@ def _gate_up(
     tiling = _gate_up_tiling(launcher, experts, n_tokens)
     assert tiling is not None
     prologue = _NORMED if norm else _QUANTISED if source.codes else _PLAIN
-    function = _function(launcher, "gate_up", experts, choice, n_tokens, tiling, prologue)
+    defines = _defines(experts.gate, experts, choice, n_tokens, tiling) | {
+        "TYPE_1": experts.up.type_id,
+        "ACTIVATION": experts.activation,
+        "PROLOGUE": prologue,
+        "ROUNDS": _rounds(experts, n_tokens, tiling),
+    }
+    function = launcher.function("moe_gate_up.cu", "gate_up", defines)
     call = _GateUpStruct(
         router=_router_struct(choice),
         gate=experts.gate.pointer,
         up=experts.up.pointer,
         gate_expert_bytes=experts.gate.expert_bytes,
         up_expert_bytes=experts.up.expert_bytes,
-        hidden=hidden,
+        hidden=_hidden_struct(experts, n_tokens, hidden),
         codes=source.codes,
         scales=source.scales,
         sums=source.sums,
@@ -283,13 +299,16 @@ def _down(
 ) -> None:
     tiling = _down_tiling(launcher, experts, n_tokens)
     assert tiling is not None
+    chooses = isinstance(choice, RouterRule)
     residual = choice.residual if isinstance(choice, RouterRule) and choice.residual else output
-    function = _function(launcher, "down", experts, choice, n_tokens, tiling, _PLAIN)
+    own = {"CHOOSE_EARLY": int(chooses), "FOLDED": int(residual != output)}
+    defines = _defines(experts.down, experts, choice, n_tokens, tiling) | own
+    function = launcher.function("moe_down.cu", "down", defines)
     call = _DownStruct(
         router=_router_struct(choice),
         down=experts.down.pointer,
         expert_bytes=experts.down.expert_bytes,
-        hidden=hidden,
+        hidden=_hidden_struct(experts, n_tokens, hidden),
         residual=residual if accumulate else 0,
         output=output,
         output_stride=experts.down.rows,

@@ -12,13 +12,20 @@
 #define PLAIN 1
 #define NORMED 2
 
-#ifndef UNROLL
-#define UNROLL 1
+#ifndef TRIGGER
+#define TRIGGER 0
 #endif
 constexpr bool DENSE = N_EXPERTS == 1;
 constexpr int THREADS = WARPS * 32;
 constexpr int UNITS = QuantisedToken<COLS>::UNITS;
-constexpr int TOKEN_BYTES = QuantisedToken<COLS>::BYTES;
+
+// The values between the two kernels: 8-bit codes, a scale per 16 columns, and scale * sum of the codes. The first
+// kernel knows a block's rows together and writes them so, because all blocks of the second read all of them.
+struct Hidden {
+  i8* codes;      // [TOKENS][N_USED][n_ff]
+  float* scales;  // [TOKENS][N_USED][n_ff / 16]
+  float* sums;
+};
 
 struct Router {
   const int* ids;        // [TOKENS][N_USED], read unless CHOOSE
@@ -47,8 +54,8 @@ INLINE void find_experts(Experts& experts, const Router& router, bool with_weigh
 }
 
 // One unit of ROWS rows with one token's activations.
-template <int TYPE>
-INLINE void add_unit(float* sums, const u8* rows, int unit, const UnitActivations& x) {
+template <int TYPE, bool FINE>
+INLINE void add_unit(float* sums, const u8* rows, int unit, const Activations<FINE>& x) {
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     RawUnit raw;
@@ -58,6 +65,6 @@ INLINE void add_unit(float* sums, const u8* rows, int unit, const UnitActivation
     unit_scales<TYPE>(scales, raw, unit);
 #pragma unroll
     for (int j = 0; j < 16; j++) codes[j] = dot_codes<TYPE>(raw, j);
-    sums[r] += unit_dot<TYPE>(codes, scales, x);
+    sums[r] += unit_dot<TYPE, FINE>(codes, scales, x);
   }
 }

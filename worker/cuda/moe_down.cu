@@ -6,15 +6,14 @@ struct DownCall {
   Router router;
   const u8* down;
   u64 expert_bytes;
-  const float* hidden;  // f32 [TOKENS][N_USED][COLS], or codes
-  const i8* codes;
-  const float* scales;
-  const float* sums;
+  Hidden hidden;
   const float* residual;  // what the sum is added to, strided as the output and perhaps the same; or null
   float* output;
   int output_stride;
 };
 
+typedef QuantisedToken<COLS, true> Token;
+constexpr int TOKEN_BYTES = Token::BYTES;
 constexpr int EXPERT_STAGE_BYTES = ROWS * Format<TYPE_0>::row_bytes(COLS);
 constexpr int STAGE_BYTES = N_USED * EXPERT_STAGE_BYTES, PER_TOKEN = (MATRIX_ROWS + ROWS - 1) / ROWS;
 
@@ -35,36 +34,28 @@ INLINE void fill_row(const DownCall& call, const Experts& experts, int index, in
   ring_commit();
 }
 
-// The hidden values of all slots, with the experts' weights in their scales.
-INLINE void stage_hidden(const DownCall& call, const Experts& experts, u8* memory) {
-#if PROLOGUE == QUANTISED
-  for (int slot = 0; slot < TOKENS * N_USED; slot++)
-    stage_quantised<COLS, THREADS>(QuantisedToken<COLS>{memory + slot * TOKEN_BYTES}, call.codes + (u64)slot * COLS,
-                                   call.scales + slot * (COLS / 32), call.sums + slot * (COLS / 32));
-  __syncthreads();
-  for (int i = threadIdx.x; i < TOKENS * N_USED * UNITS * 2; i += THREADS) {
-    int slot = i / (UNITS * 2), group = i % (UNITS * 2);
-    QuantisedToken<COLS> token = {memory + slot * TOKEN_BYTES};
-    token.scales()[group] *= experts.weights[slot];
-    token.sums()[group] *= experts.weights[slot];
-  }
-#else
-  constexpr int CHUNKS = UNITS * 16, ALL = TOKENS * N_USED * CHUNKS, BATCH = 4;  // chunks of four columns
-  for (int base = threadIdx.x; base < (ALL + THREADS - 1) / THREADS * THREADS; base += BATCH * THREADS) {
-    float4 v[BATCH];
+// The hidden values of all slots, with the experts' weights in their scales; zeros in the half unit that a row ends in.
+INLINE void stage_hidden(const Hidden& hidden, const Experts& experts, u8* memory) {
+  constexpr int WORDS = TOKENS * N_USED * UNITS * 4, N = SHARES<WORDS, THREADS>;  // of 16 columns
+  int4 codes[N];
+  float2 factors[N];
 #pragma unroll
-    for (int b = 0; b < BATCH; b++) {
-      int i = base + b * THREADS, slot = i / CHUNKS, column = i % CHUNKS * 4;
-      v[b] = i < ALL && column < COLS ? load_fresh4(call.hidden + (u64)slot * COLS + column) : make_float4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int b = 0; b < BATCH; b++) {
-      int i = base + b * THREADS, slot = min(i / CHUNKS, TOKENS * N_USED - 1);
-      int column = i < ALL ? i % CHUNKS * 4 : UNITS * 64;  // beyond: stores nothing
-      quantise4<COLS>(QuantisedToken<COLS>{memory + slot * TOKEN_BYTES}, v[b], column, experts.weights[slot]);
-    }
+  for (int k = 0; k < N; k++) {
+    const int i = shared_out<THREADS>(k), slot = i / (UNITS * 4), word = i % (UNITS * 4), at = slot * (COLS / 16) + word;
+    const bool inside = i < WORDS && word * 16 < COLS;
+    codes[k] = inside ? __ldcg((const int4*)hidden.codes + at) : make_int4(0, 0, 0, 0);
+    factors[k] = inside ? make_float2(__ldcg(hidden.scales + at), __ldcg(hidden.sums + at)) : make_float2(0, 0);
   }
-#endif
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    const int i = shared_out<THREADS>(k), slot = min(i / (UNITS * 4), TOKENS * N_USED - 1), word = i % (UNITS * 4);
+    const float other = __shfl_xor_sync(FULL_WARP, factors[k].y, 1);  // sums are per 32 columns
+    if (i >= WORDS) continue;
+    const Token token = {memory + slot * TOKEN_BYTES};
+    token.codes(word & 3)[word >> 2] = codes[k];
+    token.scales()[word] = factors[k].x * experts.weights[slot];
+    if (word % 2 == 0) token.sums()[word / 2] = (factors[k].y + other) * experts.weights[slot];
+  }
 }
 
 // 1 / rms of the row that a folded router did not divide by.
@@ -88,15 +79,16 @@ KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
   u8* ring = memory + TOKENS * N_USED * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
   u64* barrier = barriers + warp_id() * STAGES;
   ring_init(barrier, STAGES);
-  let_next_start();
+  if (TRIGGER == 0) let_next_start();
   if (!(CHOOSE_EARLY || DENSE)) wait_for_inputs();
   find_experts(experts, call.router, true, logit_scale(call.router.rule));
 #pragma unroll
   for (int s = 0; s < STAGES; s++)
     fill_row(call, experts, first + s * n_warps, n_groups, ring + s * STAGE_BYTES, barrier + s);
+  if (TRIGGER == 1 || (TRIGGER == 2 && first + STAGES * n_warps >= n_groups)) let_next_start();
   // the early choice is sound because gate_up lets this kernel start only after its own wait: the router is done
   if (CHOOSE_EARLY || DENSE) wait_for_inputs();
-  stage_hidden(call, experts, memory);
+  stage_hidden(call.hidden, experts, memory);
   __syncthreads();
   int stage = 0, round = 0;
   for (int index = first; index < n_groups; index += n_warps) {
@@ -107,15 +99,16 @@ KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
     float old = writes && call.residual ? __ldcg(call.residual + at) : 0.f;  // on its way while the weights are waited for
     float sums[ROWS] = {};
     ring_wait<STAGES - 1>(barrier + stage, round);
-#pragma unroll (UNROLL)
+#pragma unroll (unroll_of((N_USED * UNITS + 31) / 32))
     for (int i = lane_id(); i < N_USED * UNITS; i += 32) {
       int slot = i / UNITS, unit = i % UNITS;
-      UnitActivations x;
-      QuantisedToken<COLS>{memory + (token * N_USED + slot) * TOKEN_BYTES}.read(x, unit);
+      Activations<true> x;
+      Token{memory + (token * N_USED + slot) * TOKEN_BYTES}.read(x, unit);
       add_unit<TYPE_0>(sums, ring + stage * STAGE_BYTES + slot * EXPERT_STAGE_BYTES, unit, x);
     }
     __syncwarp();
     fill_row(call, experts, index + STAGES * n_warps, n_groups, ring + stage * STAGE_BYTES, barrier + stage);
+    if (TRIGGER == 2 && index + (STAGES + 1) * n_warps >= n_groups) let_next_start();
     const float y = warp_sums(sums);
     if (writes) call.output[at] = old + y;
     if (++stage == STAGES) stage = 0, round++;

@@ -57,8 +57,9 @@ def _moe_variants() -> Iterator[Variant]:
     for activation, tokens, choose, prologue in ((0, 1, 1, 2), (1, 4, 0, 0)):
         common = {"ACTIVATION": activation, "TOKENS": tokens, "CHOOSE": choose, "CHOOSE_EARLY": choose}
         common |= {"FOLDED": choose, "SIGMOID": choose, "NORMALISED": 1 - choose}
-        yield "moe_gate_up.cu", {**shape, **common, "TYPE_1": 12, "PROLOGUE": prologue}
-        yield "moe_down.cu", {**shape, **common, "PROLOGUE": 1 - tokens // 4, "TYPE_0": 14}
+        gated = {"TYPE_1": 12, "PROLOGUE": prologue, "ROUNDS": 3}
+        yield "moe_gate_up.cu", {**shape, **common, **gated}
+        yield "moe_down.cu", {**shape, **common, "TYPE_0": 14}
 
 
 def _element_variants() -> Iterator[Variant]:
