@@ -65,12 +65,13 @@ def check(status: int, what: str, library: ctypes.CDLL | None = None) -> None:
 
 class Function:
     """A kernel of a loaded module, with what the compiler gave it. `may_start_early`: whether launches with `pdl`
-    start early; None: as the caller of `launch` thinks best."""
+    start early; None: as the caller of `launch` thinks best. `alone`: at most one of its blocks on a multiprocessor."""
 
     def __init__(self, handle: c_void_p, name: str) -> None:
         self.handle = handle
         self.name = name
         self.may_start_early: bool | None = None
+        self.alone = False
         self.registers = self._attribute(_REGISTERS)
         self.local_bytes = self._attribute(_LOCAL_BYTES)
         self._allowed_shared_bytes = DEFAULT_SHARED_BYTES
@@ -207,6 +208,8 @@ class Launcher:
         """
         if self._recorded is not None:
             return
+        if function.alone:  # more than half of what there is
+            shared_bytes = max(shared_bytes, self.shared_bytes // 2 + 1024)
         function.allow_shared(shared_bytes)
         values = [ctypes.c_uint64(a) if isinstance(a, int) else a for a in args]
         pointers = (c_void_p * max(1, len(values)))(*[ctypes.addressof(value) for value in values])

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from worker.cuda.gpu_step import BUCKETS
 from worker.cuda.model import DeviceModel
-from worker.cuda.tuning import log_breakdown, tune_edges
+from worker.cuda.tuning import log_breakdown, tune_placement
 from worker.cuda.values import StepShape
 from worker.ops.batch import PAGE_TOKENS
 from worker.ops.traffic import weight_bytes_per_token
@@ -68,7 +68,7 @@ def _enqueue_all(model: DeviceModel, shapes: list[StepShape]) -> None:
 
 
 def _tune(executor: Warmed) -> None:
-    """Try the edges of the decode graph at TUNED_CONTEXT_TOKENS."""
+    """Try where the kernels of the decode graph at TUNED_CONTEXT_TOKENS start and lie."""
     model = executor.models[0]
     launcher = getattr(model.kernels, "launcher", None)
     if launcher is None or not launcher.has_dependent_launch:
@@ -77,6 +77,6 @@ def _tune(executor: Warmed) -> None:
     part = SequencePart([0], position, [0] * (position // PAGE_TOKENS + 1), (Output(0, GREEDY),))
     prepared = executor.prepare(StepBatch((part,), 1, 1))
     prepared.inputs.upload(prepared.shape.n_sequences)
-    token_s = tune_edges(model.device, launcher, lambda: _enqueue_all(model, [prepared.shape]))
+    token_s = tune_placement(model.device, launcher, lambda: _enqueue_all(model, [prepared.shape]))
     weight_bytes = weight_bytes_per_token(model.oplist)
     log_breakdown(model.device, model.launches, prepared.shape, token_s, weight_bytes)
