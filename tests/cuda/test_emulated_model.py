@@ -10,6 +10,7 @@ import pytest
 from tests.cuda.emulated_model import emulated_kernels
 from tests.cuda.executors import load, placement, prompt, reference_logits, relative_error, synthetic_model
 from tests.cuda.host_device import HostDevice
+from worker.cuda.cuda_kernels import CudaKernels
 from worker.ops.batch import Batch
 
 pytestmark = [
@@ -20,6 +21,26 @@ pytestmark = [
 # Of the spread of the logits. Activations of a step of one row have 8 bits, which leaves 1 %, or 4 % where two experts
 # were so close that rounding chose the other one.
 TOLERANCE = 0.08
+
+
+def test_a_folded_router_agrees_with_one_of_its_own(tmp_path: Path) -> None:
+    """The same to the rounding of its rows to halves, where that does not make another expert the best, and one launch
+    a layer less."""
+    path, place = synthetic_model(tmp_path, "tiny-moe"), placement(max_sequences=1, ubatch_tokens=32)
+    logits, launches = [], []
+    for folds in (False, True):
+        device = HostDevice()
+
+        def kernels(device: HostDevice, folds: bool = folds) -> CudaKernels:
+            return emulated_kernels(device, folds)
+
+        executor = load(path, place, make_device=lambda _, device=device: device, make_kernels=kernels)
+        before = len(device.log)
+        logits.append(executor.logits(Batch.of_sequence([7], 0, [3, 1], all_outputs=True)))
+        launches.append(len(device.log) - before)
+        executor.close()
+    assert launches[0] - launches[1] == 4
+    assert 0 < relative_error(logits[1], logits[0]) < 0.01
 
 
 @pytest.mark.parametrize("shape", ["tiny-dense", "tiny-moe"])
