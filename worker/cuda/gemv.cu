@@ -21,9 +21,6 @@
 #define ROUTER_ROWS 0
 #define ROUTER_COLS 0
 #endif
-#ifndef TRIGGER
-#define TRIGGER 0
-#endif
 constexpr int THREADS = WARPS * 32;
 constexpr bool FLOATS = Format<TYPE_0>::IS_FLOAT;  // all parts or none
 
@@ -238,10 +235,9 @@ KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
   u8* ring = memory + TOKENS * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
   u64* barrier = barriers + warp_id() * STAGES;
   ring_init(barrier, STAGES);
-  if (TRIGGER == 0) let_next_start();
+  let_next_start();
 #pragma unroll
   for (int s = 0; s < STAGES; s++) fill(call, first + s * n_warps, n_groups, ring + s * STAGE_BYTES, barrier + s);
-  if (TRIGGER == 1 || (TRIGGER == 2 && first + STAGES * n_warps >= n_groups)) let_next_start();
   NormShare norm;
 #if PROLOGUE == NORMED
   if (!FLOATS) norm.template load<false>(call.norm);
@@ -279,7 +275,6 @@ KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
     else multiply_part<TYPE_2>(sums, weights, memory);
     __syncwarp();
     fill(call, index + STAGES * n_warps, n_groups, ring + stage * STAGE_BYTES, barrier + stage);
-    if (TRIGGER == 2 && index + (STAGES + 1) * n_warps >= n_groups) let_next_start();
     finish(call, group, sums, out, old);
     if (++stage == STAGES) stage = 0, round++;
   }

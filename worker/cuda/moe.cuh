@@ -12,9 +12,6 @@
 #define PLAIN 1
 #define NORMED 2
 
-#ifndef TRIGGER
-#define TRIGGER 0
-#endif
 constexpr bool DENSE = N_EXPERTS == 1;
 constexpr int THREADS = WARPS * 32;
 constexpr int UNITS = QuantisedToken<COLS>::UNITS;

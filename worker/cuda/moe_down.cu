@@ -79,13 +79,12 @@ KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
   u8* ring = memory + TOKENS * N_USED * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
   u64* barrier = barriers + warp_id() * STAGES;
   ring_init(barrier, STAGES);
-  if (TRIGGER == 0) let_next_start();
+  let_next_start();
   if (!(CHOOSE_EARLY || DENSE)) wait_for_inputs();
   find_experts(experts, call.router, true, logit_scale(call.router.rule));
 #pragma unroll
   for (int s = 0; s < STAGES; s++)
     fill_row(call, experts, first + s * n_warps, n_groups, ring + s * STAGE_BYTES, barrier + s);
-  if (TRIGGER == 1 || (TRIGGER == 2 && first + STAGES * n_warps >= n_groups)) let_next_start();
   // the early choice is sound because gate_up lets this kernel start only after its own wait: the router is done
   if (CHOOSE_EARLY || DENSE) wait_for_inputs();
   stage_hidden(call.hidden, experts, memory);
@@ -108,7 +107,6 @@ KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
     }
     __syncwarp();
     fill_row(call, experts, index + STAGES * n_warps, n_groups, ring + stage * STAGE_BYTES, barrier + stage);
-    if (TRIGGER == 2 && index + (STAGES + 1) * n_warps >= n_groups) let_next_start();
     const float y = warp_sums(sums);
     if (writes) call.output[at] = old + y;
     if (++stage == STAGES) stage = 0, round++;

@@ -132,12 +132,11 @@ KERNEL __launch_bounds__(THREADS) gate_up(const __grid_constant__ GateUpCall cal
     wait_for_inputs();
     fetch_row(ahead, call);
   }
-  if (TRIGGER == 0) let_next_start();  // in a mixture not before the wait: the kernel behind reads the router's result without waiting
+  let_next_start();  // in a mixture not before the wait: the kernel behind reads the router's result without waiting
   find_experts(experts, call.router, false);
 #pragma unroll
   for (int s = 0; s < STAGES; s++)
     fill_pair(call, experts, s, ring + s * STAGE_BYTES, barrier + s);
-  if (TRIGGER == 1 || (TRIGGER == 2 && STAGES >= STEPS)) let_next_start();
   if (DENSE) {
     wait_for_inputs();
     fetch_row(ahead, call);
@@ -159,7 +158,6 @@ KERNEL __launch_bounds__(THREADS) gate_up(const __grid_constant__ GateUpCall cal
     }
     __syncwarp();
     fill_pair(call, experts, index + STAGES, ring + stage * STAGE_BYTES, barrier + stage);
-    if (TRIGGER == 2 && index + STAGES + 1 == STEPS) let_next_start();
     const float gate = warp_sums(sums), up = __shfl_down_sync(FULL_WARP, gate, 16);
     const int r = lane_id() / (16 / ROWS);
     if (lane_id() % (16 / ROWS) == 0 && r < ROWS)
