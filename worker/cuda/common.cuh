@@ -102,6 +102,12 @@ INLINE int dot4_unsigned(u32 a, int b, int sum) {
   return result;
 }
 
+// A barrier of COUNT threads of the block, whole warps; ID 1 to 15 tells barriers apart, 0 is that of __syncthreads.
+template <int ID, int COUNT>
+INLINE void meet_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
+}
+
 // ---- sums and maxima ----
 INLINE float warp_sum(float value) {
 #pragma unroll
@@ -112,6 +118,17 @@ INLINE float warp_max(float value) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, step));
   return value;
+}
+INLINE int warp_max(int value) {
+#if HAS_AMPERE
+  int largest;
+  asm("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(largest) : "r"(value));
+  return largest;
+#else
+#pragma unroll
+  for (int step = 16; step; step >>= 1) value = max(value, __shfl_xor_sync(FULL_WARP, value, step));
+  return value;
+#endif
 }
 // Sums of N values over a warp, N a power of two: lane i gets the sum of values[i / (32 / N)]. `values` is used up.
 template <int N>

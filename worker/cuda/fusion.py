@@ -12,6 +12,7 @@ from worker.ops.oplist import Op, OpKind, OpList
 
 _READERS = (OpKind.LINEAR, OpKind.ROUTER, OpKind.MOE)
 _FLOAT_TYPES = ("F32", "F16", "BF16")
+MOST_CHOSEN = 32  # experts of a token that kernels can find by themselves
 
 
 def folded_norms(oplist: OpList) -> dict[int, int]:
@@ -50,7 +51,10 @@ def _are_servable(oplist: OpList, readers: list[int]) -> bool:
     if OpKind.MOE not in kinds and OpKind.ROUTER not in kinds:
         return all(_cols_are_whole(oplist, op) for op in ops)
     return (
-        kinds == [OpKind.ROUTER, OpKind.MOE] and _is_quantised(oplist, ops[1]) and _is_float(oplist, ops[0])
+        kinds == [OpKind.ROUTER, OpKind.MOE]
+        and ops[0].ints[1] <= MOST_CHOSEN
+        and _is_quantised(oplist, ops[1])
+        and _is_float(oplist, ops[0])
     )
 
 

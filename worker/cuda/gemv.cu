@@ -22,6 +22,7 @@
 #define ROUTER_COLS 0
 #endif
 constexpr int THREADS = WARPS * 32;
+constexpr int ROUTER_WARPS = ROUTER_ROWS ? 4 : 0;  // after the others
 constexpr bool FLOATS = Format<TYPE_0>::IS_FLOAT;  // all parts or none
 
 struct Part {
@@ -90,9 +91,11 @@ INLINE void fill(const Call& call, int index, int n_groups, u8* stage, u64* barr
 }
 
 typedef float Sums[ROWS][TOKENS];
+// A lane multiplies the same columns of all rows: a short token stays in registers.
+constexpr bool HELD = !FLOATS && COLS <= 2048 && TOKENS == 1;
 
 template <int TYPE>
-INLINE void multiply(Sums& sums, const u8* stage, const u8* activations) {
+INLINE void multiply(Sums& sums, const u8* stage, const u8* activations, const Activations<false>& held) {
   constexpr int UNITS = QuantisedToken<COLS>::UNITS, ROW_BYTES = Format<TYPE>::row_bytes(COLS);
 #pragma unroll (unroll_of((UNITS + 31) / 32))
   for (int unit = lane_id(); unit < UNITS; unit += 32) {
@@ -108,8 +111,8 @@ INLINE void multiply(Sums& sums, const u8* stage, const u8* activations) {
     }
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) {
-      Activations<false> x;
-      QuantisedToken<COLS>{(u8*)activations + t * TOKEN_BYTES}.read(x, unit);
+      Activations<false> x = held;
+      if (!HELD) QuantisedToken<COLS>{(u8*)activations + t * TOKEN_BYTES}.read(x, unit);
 #pragma unroll
       for (int r = 0; r < ROWS; r++) sums[r][t] += unit_dot<TYPE, false>(codes[r], scales[r], x);
     }
@@ -151,9 +154,9 @@ INLINE void multiply_floats(Sums& sums, const u8* stage, const u8* activations) 
 }
 
 template <int TYPE>
-INLINE void multiply_part(Sums& sums, const u8* stage, const u8* activations) {
+INLINE void multiply_part(Sums& sums, const u8* stage, const u8* activations, const Activations<false>& held) {
   if constexpr (FLOATS) multiply_floats<TYPE>(sums, stage, activations);
-  else multiply<TYPE>(sums, stage, activations);
+  else multiply<TYPE>(sums, stage, activations, held);
 }
 
 // After warp_sums lane (r * TOKENS + t) * OUTPUT_LANES has row r of token t.
@@ -226,10 +229,22 @@ INLINE void stage_activations(const Call& call, const NormShare& norm, u8* activ
 #endif
 }
 
-KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
+// A barrier of the warps that multiply.
+INLINE void meet() {
+  if (ROUTER_ROWS) meet_threads<1, THREADS>();
+  else __syncthreads();
+}
+
+KERNEL __launch_bounds__(THREADS + ROUTER_WARPS * 32) gemv(const __grid_constant__ Call call) {
   DYNAMIC_SHARED(memory);  // activations, then the rings of the warps
   __shared__ u64 barriers[WARPS * STAGES];
   __shared__ float scratch[32];
+#if ROUTER_ROWS
+  if (warp_id() >= WARPS) {
+    RouterWarps<COLS, ROUTER_COLS, ROUTER_ROWS, WARPS, ROUTER_WARPS>().run(call.router, call.codes, call.scales);
+    return;
+  }
+#endif
   const int n_groups = group_count(call), n_warps = gridDim.x * WARPS;
   const int first = blockIdx.x + warp_id() * gridDim.x;  // neighbouring rows on different multiprocessors
   u8* ring = memory + TOKENS * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
@@ -242,24 +257,15 @@ KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
 #if PROLOGUE == NORMED
   if (!FLOATS) norm.template load<false>(call.norm);
 #endif
-#if ROUTER_ROWS
-  __shared__ float router_parts[ROUTER_ROWS * 32];
-  RouterShare<COLS, ROUTER_COLS, THREADS, ROUTER_ROWS> router;
-  router.fetch(call.router);
-#endif
   wait_for_inputs();
   if constexpr (FLOATS) stage_floats(call, memory);
   else stage_activations(call, norm, memory, scratch);
-#if ROUTER_ROWS
-  router.multiply(router_parts, call.router, call.codes, call.scales);
-#endif
-  __syncthreads();
-#if ROUTER_ROWS
-  router.finish(router_parts, call.router);
-#endif
+  meet();
 #if PROLOGUE == NORMED
   if (FLOATS) normalise_floats(call, memory, scratch);
 #endif
+  Activations<false> held;
+  if (HELD) QuantisedToken<COLS>{memory}.read(held, min((int)lane_id(), QuantisedToken<COLS>::UNITS - 1));
   int stage = 0, round = 0;
   for (int index = first; index < n_groups; index += n_warps) {
     Group group = group_at(call, index);
@@ -270,9 +276,9 @@ KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
     Sums sums = {};
     ring_wait<STAGES - 1>(barrier + stage, round);
     const u8* weights = ring + stage * STAGE_BYTES;
-    if (N_PARTS == 1 || group.part == 0) multiply_part<TYPE_0>(sums, weights, memory);
-    else if (N_PARTS == 2 || group.part == 1) multiply_part<TYPE_1>(sums, weights, memory);
-    else multiply_part<TYPE_2>(sums, weights, memory);
+    if (N_PARTS == 1 || group.part == 0) multiply_part<TYPE_0>(sums, weights, memory, held);
+    else if (N_PARTS == 2 || group.part == 1) multiply_part<TYPE_1>(sums, weights, memory, held);
+    else multiply_part<TYPE_2>(sums, weights, memory, held);
     __syncwarp();
     fill(call, index + STAGES * n_warps, n_groups, ring + stage * STAGE_BYTES, barrier + stage);
     finish(call, group, sums, out, old);

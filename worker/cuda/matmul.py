@@ -16,7 +16,7 @@ import msgspec
 
 from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix, is_float, planar_row_bytes
-from worker.cuda.router_fold import RouterCall, _FoldedStruct, folded_struct
+from worker.cuda.router_fold import ROUTER_WARPS, RouterCall, _FoldedStruct, folded_struct
 
 GEMV_TOKENS = 8
 _QUANTISED, _PLAIN, _NORMED = 0, 1, 2  # PROLOGUE of the kernels
@@ -202,9 +202,10 @@ def _gemv_group(
         assert n_tokens == 1 and prologue == _QUANTISED
         rows_per_block = -(-router.router.n_experts // tiling.blocks)
         defines |= {"ROUTER_ROWS": rows_per_block, "ROUTER_COLS": parts[0].matrix.rows}
+    threads = 32 * (tiling.warps + (ROUTER_WARPS if router else 0))
     function = launcher.function("gemv.cu", "gemv", defines)
     call = _call_struct(parts, source, norm, epilogue, router)
-    launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,), pdl)
+    launcher.launch(function, tiling.blocks, threads, tiling.shared_bytes, (call,), pdl)
 
 
 def _rows_at_once(launcher: Launcher, n_rows: int, n_tokens: int) -> int:

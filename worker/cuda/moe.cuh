@@ -1,7 +1,7 @@
 // What the two kernels of a mixture share: which experts, and a unit of a row times a token.
 //
 // Definitions: COLS, MATRIX_ROWS, TYPE_0, TOKENS, N_EXPERTS, N_USED, WARPS, STAGES, ROWS (a power of two), PROLOGUE,
-// CHOOSE, FOLDED, and those of top_k.cuh. With CHOOSE the block finds the experts itself from router logits (one token), with FOLDED from those
+// CHOOSE, FOLDED, and those of top_k.cuh. With CHOOSE a warp finds the experts itself from router logits (one token), with FOLDED from those
 // of a folded router; otherwise ids and weights are given. N_EXPERTS 1 is a dense network: nothing is chosen, and its
 // weights can be fetched before the inputs are there.
 #pragma once
@@ -12,6 +12,9 @@
 #define PLAIN 1
 #define NORMED 2
 
+#ifndef UNROLL_STEPS
+#define UNROLL_STEPS 1
+#endif
 constexpr bool DENSE = N_EXPERTS == 1;
 constexpr int THREADS = WARPS * 32;
 constexpr int UNITS = QuantisedToken<COLS>::UNITS;
@@ -35,20 +38,31 @@ struct Experts {
   float weights[TOKENS * N_USED];
 };
 
-// ids and, if wanted, weights of all tokens into shared memory; ends with a barrier
-INLINE void find_experts(Experts& experts, const Router& router, bool with_weights, float logit_scale = 1.f) {
-#if CHOOSE
-  __shared__ ChoiceMemory<N_EXPERTS> memory;
-  choose_experts<N_EXPERTS, N_USED, THREADS>(memory, experts.ids, with_weights ? experts.weights : nullptr, router.rule,
-                                              logit_scale);
-#else
-  for (int i = threadIdx.x; i < TOKENS * N_USED; i += THREADS) {
-    experts.ids[i] = DENSE ? 0 : __ldcg(router.ids + i);
-    experts.weights[i] = DENSE ? 1.f : __ldcg(router.weights + i);
+// Chosen by each warp for itself, or read once for the block.
+constexpr int EXPERT_LISTS = CHOOSE ? WARPS : 1;
+
+// ids of all tokens into the warp's list, or the block's: then with a barrier
+template <class Choice>
+INLINE void find_experts(Experts* lists, const Router& router, Choice& choice) {
+  if constexpr (CHOOSE) {
+    choice.load(router.rule.logits);
+    choice.rank(router.rule);
+    choice.choose();
+    if (lane_id() < N_USED) lists[warp_id()].ids[lane_id()] = choice.id;
+    __syncwarp();
+  } else {
+    for (int i = threadIdx.x; i < TOKENS * N_USED; i += THREADS) {
+      lists->ids[i] = DENSE ? 0 : __ldcg(router.ids + i);
+      lists->weights[i] = DENSE ? 1.f : __ldcg(router.weights + i);
+    }
+    __syncthreads();
   }
-  __syncthreads();
-#endif
 }
+#if CHOOSE
+typedef WarpChoice<N_EXPERTS, N_USED> Choice;
+#else
+struct Choice {};
+#endif
 
 // One unit of ROWS rows with one token's activations.
 template <int TYPE, bool FINE>

@@ -73,7 +73,7 @@ INLINE float logit_scale(const RouterRule& rule) {
 KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
   DYNAMIC_SHARED(memory);
   __shared__ u64 barriers[WARPS * STAGES];
-  __shared__ Experts experts;
+  __shared__ Experts lists[EXPERT_LISTS];
   constexpr int n_groups = PER_TOKEN * TOKENS;
   const int first = blockIdx.x + warp_id() * gridDim.x, n_warps = gridDim.x * WARPS;
   u8* ring = memory + TOKENS * N_USED * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
@@ -81,10 +81,17 @@ KERNEL __launch_bounds__(THREADS) down(const __grid_constant__ DownCall call) {
   ring_init(barrier, STAGES);
   let_next_start();
   if (!(CHOOSE_EARLY || DENSE)) wait_for_inputs();
-  find_experts(experts, call.router, true, logit_scale(call.router.rule));
+  Choice choice;
+  find_experts(lists, call.router, choice);
+  Experts& experts = lists[CHOOSE ? warp_id() : 0];
 #pragma unroll
   for (int s = 0; s < STAGES; s++)
     fill_row(call, experts, first + s * n_warps, n_groups, ring + s * STAGE_BYTES, barrier + s);
+#if CHOOSE  // the copies are under way: the weights may take their time
+  const float weight = choice.weight(call.router.rule, logit_scale(call.router.rule));
+  if (lane_id() < N_USED) experts.weights[lane_id()] = weight;
+  __syncwarp();
+#endif
   // the early choice is sound because gate_up lets this kernel start only after its own wait: the router is done
   if (CHOOSE_EARLY || DENSE) wait_for_inputs();
   stage_hidden(call.hidden, experts, memory);

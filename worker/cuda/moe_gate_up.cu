@@ -121,7 +121,7 @@ KERNEL __launch_bounds__(THREADS) gate_up(const __grid_constant__ GateUpCall cal
   DYNAMIC_SHARED(memory);
   __shared__ u64 barriers[WARPS * STAGES];
   __shared__ float scratch[32];
-  __shared__ Experts experts;
+  __shared__ Experts lists[EXPERT_LISTS];
   __shared__ __align__(16) float values[ROUNDS * TILE];
   u8* ring = memory + TOKENS * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
   u64* barrier = barriers + warp_id() * STAGES;
@@ -133,7 +133,9 @@ KERNEL __launch_bounds__(THREADS) gate_up(const __grid_constant__ GateUpCall cal
     fetch_row(ahead, call);
   }
   let_next_start();  // in a mixture not before the wait: the kernel behind reads the router's result without waiting
-  find_experts(experts, call.router, false);
+  Choice choice;
+  find_experts(lists, call.router, choice);
+  const Experts& experts = lists[CHOOSE ? warp_id() : 0];
 #pragma unroll
   for (int s = 0; s < STAGES; s++)
     fill_pair(call, experts, s, ring + s * STAGE_BYTES, barrier + s);
@@ -143,26 +145,33 @@ KERNEL __launch_bounds__(THREADS) gate_up(const __grid_constant__ GateUpCall cal
   }
   stage_inputs(call, ahead, memory, scratch);
   __syncthreads();
-  int stage = 0, round = 0;
+  constexpr bool HELD = UNITS <= 32 && TOKENS == 1;  // a lane's activations are the same in all steps
+  Activations<false> held;
+  if (HELD) QuantisedToken<COLS>{memory}.read(held, min((int)lane_id(), UNITS - 1));
+#pragma unroll (UNROLL_STEPS)
   for (int index = 0; index < STEPS; index++) {
     const Step step(index);
-    ring_wait<STAGES - 1>(barrier + stage, round);
+    const int stage = index % STAGES;
+    ring_wait<STAGES - 1>(barrier + stage, index / STAGES);
     QuantisedToken<COLS> token = {memory + min(step.pair / N_USED, TOKENS - 1) * TOKEN_BYTES};
     float sums[2 * ROWS] = {};  // of gate, of up
 #pragma unroll (unroll_of((UNITS + 31) / 32))
     for (int unit = lane_id(); unit < UNITS; unit += 32) {
-      Activations<false> x;
-      token.read(x, unit);
+      Activations<false> x = held;
+      if (!HELD) token.read(x, unit);
       add_unit<TYPE_0>(sums, ring + stage * STAGE_BYTES, unit, x);
       add_unit<TYPE_1>(sums + ROWS, ring + stage * STAGE_BYTES + GATE_BYTES, unit, x);
     }
-    __syncwarp();
-    fill_pair(call, experts, index + STAGES, ring + stage * STAGE_BYTES, barrier + stage);
+    if (STEPS > STAGES) {
+      __syncwarp();
+      fill_pair(call, experts, index + STAGES, ring + stage * STAGE_BYTES, barrier + stage);
+    } else {
+      ring_commit();
+    }
     const float gate = warp_sums(sums), up = __shfl_down_sync(FULL_WARP, gate, 16);
     const int r = lane_id() / (16 / ROWS);
     if (lane_id() % (16 / ROWS) == 0 && r < ROWS)
       values[index * AT_ONCE + warp_id() * ROWS + r] = r < step.count ? activate(gate) * up : 0.f;
-    if (++stage == STAGES) stage = 0, round++;
   }
   __syncthreads();
   publish(call.hidden, values);

@@ -17,6 +17,7 @@ from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix, is_float
 
 _EXPERTS_PER_BLOCK = 64  # EXPERTS of router_fold.cu
+ROUTER_WARPS = 4  # of gemv.cu, beside those that multiply
 MOST_ROWS_PER_BLOCK = 8  # router rows that a block of the product takes
 
 

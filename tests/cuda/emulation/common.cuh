@@ -155,6 +155,16 @@ inline float warp_max(float value) {
   for (int step = 16; step; step >>= 1) value = std::max(value, __shfl_xor_sync(FULL_WARP, value, step));
   return value;
 }
+inline int warp_max(int value) {
+  for (int step = 16; step; step >>= 1) value = std::max(value, __shfl_xor_sync(FULL_WARP, value, step));
+  return value;
+}
+template <int ID, int COUNT>
+void meet_threads() {
+  static simt::Rendezvous barrier;
+  barrier.alive = COUNT;
+  simt::meet(barrier);
+}
 template <int N>
 float warp_sums(float (&values)[N]) {
   int step = 16;
