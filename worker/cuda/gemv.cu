@@ -3,7 +3,8 @@
 // Definitions: COLS, TOKENS, N_PARTS, TYPE_0 .. TYPE_2 (ggml types), WARPS of a block, STAGES of a warp's ring, ROWS a
 // warp takes at once, PROLOGUE (below). A warp owns whole rows: it fills its ring before it waits for the inputs, so
 // that weights arrive while the kernel in front still runs. ROUTER_ROWS, ROUTER_COLS: the router rows of a block and
-// the width of the residual, where a router rides along (router_fold.cuh; one token, QUANTISED).
+// the width of the residual, where a router rides along (router_fold.cuh; one token, QUANTISED). BIASED, SCALED: there may
+// be a bias; a scale or a soft cap.
 #include "activations.cuh"
 #include "router_fold.cuh"
 
@@ -20,6 +21,12 @@
 #ifndef ROUTER_ROWS
 #define ROUTER_ROWS 0
 #define ROUTER_COLS 0
+#endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 1
+#endif
+#ifndef HOLD
+#define HOLD 1
 #endif
 constexpr int THREADS = WARPS * 32;
 constexpr int ROUTER_WARPS = ROUTER_ROWS ? 4 : 0;  // after the others
@@ -92,7 +99,7 @@ INLINE void fill(const Call& call, int index, int n_groups, u8* stage, u64* barr
 
 typedef float Sums[ROWS][TOKENS];
 // A lane multiplies the same columns of all rows: a short token stays in registers.
-constexpr bool HELD = !FLOATS && COLS <= 2048 && TOKENS == 1;
+constexpr bool HELD = HOLD && !FLOATS && COLS <= 2048 && TOKENS == 1;
 
 template <int TYPE>
 INLINE void multiply(Sums& sums, const u8* stage, const u8* activations, const Activations<false>& held) {
@@ -178,9 +185,9 @@ INLINE void finish(const Call& call, Group group, Sums& sums, float* out, float 
   float y = warp_sums(values);
   if (!out) return;
   const Part& part = part_of(call, group.part);
-  if (call.scale != 0) y *= call.scale;
-  if (part.bias) y += part.bias[group.row + lane_id() / OUTPUT_LANES / TOKENS];
-  if (call.softcap != 0) y = call.softcap * tanhf(y / call.softcap);
+  if (SCALED && call.scale != 0) y *= call.scale;
+  if (BIASED && part.bias) y += part.bias[group.row + lane_id() / OUTPUT_LANES / TOKENS];
+  if (SCALED && call.softcap != 0) y = call.softcap * tanhf(y / call.softcap);
   *out = old + y;
 }
 
@@ -235,7 +242,7 @@ INLINE void meet() {
   else __syncthreads();
 }
 
-KERNEL __launch_bounds__(THREADS + ROUTER_WARPS * 32) gemv(const __grid_constant__ Call call) {
+KERNEL __launch_bounds__(THREADS + ROUTER_WARPS * 32, MIN_BLOCKS) gemv(const __grid_constant__ Call call) {
   DYNAMIC_SHARED(memory);  // activations, then the rings of the warps
   __shared__ u64 barriers[WARPS * STAGES];
   __shared__ float scratch[32];

@@ -196,6 +196,8 @@ def _gemv_group(
         "STAGES": tiling.stages,
         "ROWS": tiling.rows,
         "PROLOGUE": prologue,
+        "BIASED": int(any(part.bias for part in parts)),
+        "SCALED": int(epilogue.scale != 0 or epilogue.softcap != 0),
         **{f"TYPE_{i}": part.matrix.type_id for i, part in enumerate(parts)},
     }
     if router:

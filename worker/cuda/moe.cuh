@@ -12,6 +12,9 @@
 #define PLAIN 1
 #define NORMED 2
 
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 1
+#endif
 #ifndef UNROLL_STEPS
 #define UNROLL_STEPS 1
 #endif

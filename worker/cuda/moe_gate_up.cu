@@ -22,7 +22,7 @@ struct GateUpCall {
 
 INLINE float activate(float x) {
 #if ACTIVATION == 0
-  return x / (1.f + __expf(-x));
+  return __fdividef(x, 1.f + __expf(-x));
 #else
   return 0.5f * x * (1.f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
 #endif
@@ -117,7 +117,7 @@ INLINE void stage_inputs(const GateUpCall& call, Ahead& ahead, u8* memory, float
   }
 }
 
-KERNEL __launch_bounds__(THREADS) gate_up(const __grid_constant__ GateUpCall call) {
+KERNEL __launch_bounds__(THREADS, MIN_BLOCKS) gate_up(const __grid_constant__ GateUpCall call) {
   DYNAMIC_SHARED(memory);
   __shared__ u64 barriers[WARPS * STAGES];
   __shared__ float scratch[32];

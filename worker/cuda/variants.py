@@ -27,13 +27,13 @@ def _repack_variants() -> Iterator[Variant]:
 
 
 def _gemv_variants() -> Iterator[Variant]:
-    shape = {"COLS": 512, "WARPS": 8, "STAGES": 2, "ROWS": 1}
+    shape = {"COLS": 512, "WARPS": 8, "STAGES": 2, "ROWS": 1, "BIASED": 1, "SCALED": 0}
     for kind in _FLOATS:
         yield "gemv.cu", {**shape, "TYPE_0": kind, "N_PARTS": 1, "TOKENS": 2, "PROLOGUE": 1}
     for kind in _QUANTISED:
         yield "gemv.cu", {**shape, "TYPE_0": kind, "N_PARTS": 1, "TOKENS": 1, "PROLOGUE": 2}
     mixed = {"TYPE_0": 12, "TYPE_1": 12, "TYPE_2": 14, "N_PARTS": 3}
-    yield "gemv.cu", {**shape, **mixed, "TOKENS": 8, "ROWS": 2, "PROLOGUE": 0}
+    yield "gemv.cu", {**shape, **mixed, "TOKENS": 8, "ROWS": 2, "PROLOGUE": 0, "SCALED": 1}
     yield "gemv.cu", {**shape, **mixed, "TOKENS": 1, "PROLOGUE": 1}
     routed = {"TYPE_0": 12, "N_PARTS": 1, "TOKENS": 1, "PROLOGUE": 0, "ROUTER_ROWS": 2, "ROUTER_COLS": 512}
     yield "gemv.cu", {**shape, **routed}
