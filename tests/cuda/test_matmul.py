@@ -41,6 +41,13 @@ def test_mixture(device: EmulatedDevice, n_tokens: int, in_kernel: bool) -> None
     )
 
 
+@pytest.mark.parametrize(("n_experts", "n_used"), [(72, 3), (128, 8), (130, 32)])
+def test_choice_among_many_experts(device: EmulatedDevice, n_experts: int, n_used: int) -> None:
+    """Lanes that look at three, four (in one load) and five experts."""
+    shape = (32, 32, n_experts, n_used)
+    checks.check_moe(device, ("Q4_0", "Q4_0", "Q8_0"), 1, shape, in_kernel=True, folded=True)
+
+
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_mixture_behind_a_folded_router(device: EmulatedDevice, sigmoid: bool) -> None:
     names, shape = ("Q4_0", "Q4_0", "Q8_0"), (96, 64, 8, 3)

@@ -4,6 +4,10 @@
 #pragma once
 #include "quant.cuh"
 
+// Blocks that should fit on a multiprocessor together: with one token registers are kept few enough that the kernel
+// behind finds room, which is worth more than what they would save here.
+constexpr int blocks_together(int tokens) { return tokens == 1 ? 2 : 1; }
+
 // How often a lane's loop over units is unrolled: few rounds wholly, so that their loads go out together.
 constexpr int unroll_of(int rounds) { return rounds <= 4 ? rounds : 2; }
 
@@ -80,6 +84,12 @@ INLINE void quantise4(QuantisedToken<N_COLS> token, float4 v, int column, float 
   }
 }
 
+// 1 / rms of a row from the sums of squares of N_WARPS warps' shares of it.
+template <int N_COLS, int N_WARPS>
+INLINE float inverse_rms(const float* squares, float epsilon) {
+  return rsqrtf(warp_sum(lane_id() < N_WARPS ? squares[lane_id()] : 0.f) * (1.f / N_COLS) + epsilon);
+}
+
 // A thread's share of a row: every N_THREADS-th group of four columns.
 template <int N_COLS, int N_THREADS>
 struct RowShare {
@@ -100,13 +110,12 @@ struct RowShare {
     for (int i = 0; i < COUNT; i++) sum += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
     return sum;
   }
-  // times the norm's weights and the row's 1 / rms
-  INLINE void normalise(const RowShare& weights, float inverse_rms) {
+  // Times the norm's weights. What the norm divides by is left to the products' end, which saves a barrier: the codes
+  // are the same.
+  INLINE void weigh(const RowShare& weights) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      v[i].x *= inverse_rms * weights.v[i].x, v[i].y *= inverse_rms * weights.v[i].y;
-      v[i].z *= inverse_rms * weights.v[i].z, v[i].w *= inverse_rms * weights.v[i].w;
-    }
+    for (int i = 0; i < COUNT; i++)
+      v[i].x *= weights.v[i].x, v[i].y *= weights.v[i].y, v[i].z *= weights.v[i].z, v[i].w *= weights.v[i].w;
   }
   INLINE void quantise(QuantisedToken<N_COLS> token, float multiplier) const {
 #pragma unroll

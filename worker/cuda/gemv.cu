@@ -3,7 +3,7 @@
 // Definitions: COLS, TOKENS, N_PARTS, TYPE_0 .. TYPE_2 (ggml types), WARPS of a block, STAGES of a warp's ring, ROWS a
 // warp takes at once, PROLOGUE (below). A warp owns whole rows: it fills its ring before it waits for the inputs, so
 // that weights arrive while the kernel in front still runs. ROUTER_ROWS, ROUTER_COLS: the router rows of a block and
-// the width of the residual, where a router rides along (router_fold.cuh; one token, QUANTISED). BIASED, SCALED: there may
+// the width of the residual, where a router rides along (router_fold.cuh; one token, QUANTISED). HAS_BIAS, HAS_SCALE: there may
 // be a bias; a scale or a soft cap.
 #include "activations.cuh"
 #include "router_fold.cuh"
@@ -21,12 +21,6 @@
 #ifndef ROUTER_ROWS
 #define ROUTER_ROWS 0
 #define ROUTER_COLS 0
-#endif
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 1
-#endif
-#ifndef HOLD
-#define HOLD 1
 #endif
 constexpr int THREADS = WARPS * 32;
 constexpr int ROUTER_WARPS = ROUTER_ROWS ? 4 : 0;  // after the others
@@ -98,11 +92,9 @@ INLINE void fill(const Call& call, int index, int n_groups, u8* stage, u64* barr
 }
 
 typedef float Sums[ROWS][TOKENS];
-// A lane multiplies the same columns of all rows: a short token stays in registers.
-constexpr bool HELD = HOLD && !FLOATS && COLS <= 2048 && TOKENS == 1;
 
 template <int TYPE>
-INLINE void multiply(Sums& sums, const u8* stage, const u8* activations, const Activations<false>& held) {
+INLINE void multiply(Sums& sums, const u8* stage, const u8* activations) {
   constexpr int UNITS = QuantisedToken<COLS>::UNITS, ROW_BYTES = Format<TYPE>::row_bytes(COLS);
 #pragma unroll (unroll_of((UNITS + 31) / 32))
   for (int unit = lane_id(); unit < UNITS; unit += 32) {
@@ -118,8 +110,8 @@ INLINE void multiply(Sums& sums, const u8* stage, const u8* activations, const A
     }
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) {
-      Activations<false> x = held;
-      if (!HELD) QuantisedToken<COLS>{(u8*)activations + t * TOKEN_BYTES}.read(x, unit);
+      Activations<false> x;
+      QuantisedToken<COLS>{(u8*)activations + t * TOKEN_BYTES}.read(x, unit);
 #pragma unroll
       for (int r = 0; r < ROWS; r++) sums[r][t] += unit_dot<TYPE, false>(codes[r], scales[r], x);
     }
@@ -161,9 +153,9 @@ INLINE void multiply_floats(Sums& sums, const u8* stage, const u8* activations) 
 }
 
 template <int TYPE>
-INLINE void multiply_part(Sums& sums, const u8* stage, const u8* activations, const Activations<false>& held) {
+INLINE void multiply_part(Sums& sums, const u8* stage, const u8* activations) {
   if constexpr (FLOATS) multiply_floats<TYPE>(sums, stage, activations);
-  else multiply<TYPE>(sums, stage, activations, held);
+  else multiply<TYPE>(sums, stage, activations);
 }
 
 // After warp_sums lane (r * TOKENS + t) * OUTPUT_LANES has row r of token t.
@@ -178,16 +170,16 @@ INLINE float* output_of(const Call& call, Group group) {
   return part.output + (u64)t * part.output_stride + group.row + r;
 }
 
-INLINE void finish(const Call& call, Group group, Sums& sums, float* out, float old) {
+INLINE void finish(const Call& call, Group group, Sums& sums, const float (&factors)[TOKENS], float* out, float old) {
   float values[SUMS];
 #pragma unroll
-  for (int i = 0; i < SUMS; i++) values[i] = i < OUTPUTS ? sums[i / TOKENS % ROWS][i % TOKENS] : 0.f;
+  for (int i = 0; i < SUMS; i++) values[i] = i < OUTPUTS ? sums[i / TOKENS % ROWS][i % TOKENS] * factors[i % TOKENS] : 0.f;
   float y = warp_sums(values);
   if (!out) return;
   const Part& part = part_of(call, group.part);
-  if (SCALED && call.scale != 0) y *= call.scale;
-  if (BIASED && part.bias) y += part.bias[group.row + lane_id() / OUTPUT_LANES / TOKENS];
-  if (SCALED && call.softcap != 0) y = call.softcap * tanhf(y / call.softcap);
+  if (HAS_SCALE && call.scale != 0) y *= call.scale;
+  if (HAS_BIAS && part.bias) y += part.bias[group.row + lane_id() / OUTPUT_LANES / TOKENS];
+  if (HAS_SCALE && call.softcap != 0) y = call.softcap * tanhf(y / call.softcap);
   *out = old + y;
 }
 
@@ -203,8 +195,8 @@ INLINE void normalise_floats(const Call& call, u8* activations, float* scratch) 
     float* row = (float*)(activations + t * TOKEN_BYTES);
     float squares = 0;
     for (int i = threadIdx.x; i < COLS; i += THREADS) squares += row[i] * row[i];
-    float inverse_rms = rsqrtf(block_sum<THREADS>(squares, scratch) * (1.f / COLS) + call.norm_epsilon);
-    for (int i = threadIdx.x; i < COLS; i += THREADS) row[i] *= inverse_rms * call.norm[i];
+    float factor = rsqrtf(block_sum<THREADS>(squares, scratch) * (1.f / COLS) + call.norm_epsilon);
+    for (int i = threadIdx.x; i < COLS; i += THREADS) row[i] *= factor * call.norm[i];
     __syncthreads();
   }
 }
@@ -227,9 +219,9 @@ INLINE void stage_activations(const Call& call, const NormShare& norm, u8* activ
     RowShare<COLS, THREADS> row;
     row.template load<true>(call.values + (u64)t * COLS);
 #if PROLOGUE == NORMED
-    float inverse_rms = rsqrtf(block_sum<THREADS>(row.squares(), scratch) * (1.f / COLS) + call.norm_epsilon);
-    row.normalise(norm, inverse_rms);
-    if (TOKENS > 1) __syncthreads();
+    const float squares = warp_sum(row.squares());
+    if (lane_id() == 0) scratch[t * 32 + warp_id()] = squares;
+    row.weigh(norm);
 #endif
     row.quantise(QuantisedToken<COLS>{activations + t * TOKEN_BYTES}, 1.f);
   }
@@ -242,10 +234,10 @@ INLINE void meet() {
   else __syncthreads();
 }
 
-KERNEL __launch_bounds__(THREADS + ROUTER_WARPS * 32, MIN_BLOCKS) gemv(const __grid_constant__ Call call) {
+KERNEL __launch_bounds__(THREADS + ROUTER_WARPS * 32, blocks_together(TOKENS)) gemv(const __grid_constant__ Call call) {
   DYNAMIC_SHARED(memory);  // activations, then the rings of the warps
   __shared__ u64 barriers[WARPS * STAGES];
-  __shared__ float scratch[32];
+  __shared__ float scratch[TOKENS * 32];
 #if ROUTER_ROWS
   if (warp_id() >= WARPS) {
     RouterWarps<COLS, ROUTER_COLS, ROUTER_ROWS, WARPS, ROUTER_WARPS>().run(call.router, call.codes, call.scales);
@@ -271,8 +263,10 @@ KERNEL __launch_bounds__(THREADS + ROUTER_WARPS * 32, MIN_BLOCKS) gemv(const __g
 #if PROLOGUE == NORMED
   if (FLOATS) normalise_floats(call, memory, scratch);
 #endif
-  Activations<false> held;
-  if (HELD) QuantisedToken<COLS>{memory}.read(held, min((int)lane_id(), QuantisedToken<COLS>::UNITS - 1));
+  float factors[TOKENS];  // what the activations lack
+#pragma unroll
+  for (int t = 0; t < TOKENS; t++)
+    factors[t] = PROLOGUE == NORMED && !FLOATS ? inverse_rms<COLS, WARPS>(scratch + t * 32, call.norm_epsilon) : 1.f;
   int stage = 0, round = 0;
   for (int index = first; index < n_groups; index += n_warps) {
     Group group = group_at(call, index);
@@ -283,12 +277,12 @@ KERNEL __launch_bounds__(THREADS + ROUTER_WARPS * 32, MIN_BLOCKS) gemv(const __g
     Sums sums = {};
     ring_wait<STAGES - 1>(barrier + stage, round);
     const u8* weights = ring + stage * STAGE_BYTES;
-    if (N_PARTS == 1 || group.part == 0) multiply_part<TYPE_0>(sums, weights, memory, held);
-    else if (N_PARTS == 2 || group.part == 1) multiply_part<TYPE_1>(sums, weights, memory, held);
-    else multiply_part<TYPE_2>(sums, weights, memory, held);
+    if (N_PARTS == 1 || group.part == 0) multiply_part<TYPE_0>(sums, weights, memory);
+    else if (N_PARTS == 2 || group.part == 1) multiply_part<TYPE_1>(sums, weights, memory);
+    else multiply_part<TYPE_2>(sums, weights, memory);
     __syncwarp();
     fill(call, index + STAGES * n_warps, n_groups, ring + stage * STAGE_BYTES, barrier + stage);
-    finish(call, group, sums, out, old);
+    finish(call, group, sums, factors, out, old);
     if (++stage == STAGES) stage = 0, round++;
   }
 }

@@ -21,6 +21,7 @@ from worker.cuda.router_fold import ROUTER_WARPS, RouterCall, _FoldedStruct, fol
 GEMV_TOKENS = 8
 _QUANTISED, _PLAIN, _NORMED = 0, 1, 2  # PROLOGUE of the kernels
 _MAX_WARPS = 16
+_LONG_ROW_BYTES = 2048  # beyond, a warp has enough to do with a row that more of them pay
 _RESERVED_SHARED_BYTES = 4096  # static shared memory of a block and what the driver takes
 
 
@@ -120,10 +121,16 @@ def choose_tiling(
     warps times rows have to divide this number (0: anything goes).
     """
     budget = launcher.shared_bytes - _RESERVED_SHARED_BYTES
+    if n_tokens == 1 and (
+        tiling := _in_flight_at_once(launcher, n_rows, row_bytes, activation_bytes, warps_divide)
+    ):
+        return tiling
     shared_half = budget // 2 - 1024
     options = [(shared_half, (16, 8)), (budget, (16, 8)), (shared_half, (4,)), (budget, (4,))]
     if n_tokens == 1:
         options.append((budget, (2, 1)))
+        if warps_divide:  # a dense network's first half, which is long enough to want all there is
+            options.insert(0, (budget, (16,)))
     for limit, warp_counts in options:
         for n in sorted({rows, 1}, reverse=True):
             groups = -(-n_rows // n)
@@ -139,6 +146,26 @@ def choose_tiling(
                     shared = activation_bytes + warps * used * n * row_bytes
                     per_block = 2 if limit == shared_half and per_sm > 4 * warps else 1
                     return Tiling(warps, used, n, shared, min(groups, launcher.sm_count * per_block))
+    return None
+
+
+def _in_flight_at_once(
+    launcher: Launcher, n_rows: int, row_bytes: int, activation_bytes: int, warps_divide: int
+) -> Tiling | None:
+    """One block a multiprocessor whose warps ask for all of its rows, two at a time, before they multiply any; few
+    warps with few registers leave room for the kernel behind. None for what is too long for that.
+    """
+    per_sm = -(-n_rows // launcher.sm_count)
+    rows = 2 if per_sm > 4 else 1
+    most = 16 if row_bytes > _LONG_ROW_BYTES else 12
+    for stages in (1, 2, 3):
+        warps = max(4, -(-per_sm // (rows * stages)))
+        if warps_divide and warps <= warps_divide // rows:
+            warps = warps_divide // rows
+        shared = activation_bytes + warps * stages * rows * row_bytes
+        fits = shared <= launcher.shared_bytes - _RESERVED_SHARED_BYTES
+        if warps <= most and fits and not warps_divide % (warps * rows):
+            return Tiling(warps, stages, rows, shared, min(-(-n_rows // rows), launcher.sm_count))
     return None
 
 
@@ -196,8 +223,8 @@ def _gemv_group(
         "STAGES": tiling.stages,
         "ROWS": tiling.rows,
         "PROLOGUE": prologue,
-        "BIASED": int(any(part.bias for part in parts)),
-        "SCALED": int(epilogue.scale != 0 or epilogue.softcap != 0),
+        "HAS_BIAS": int(any(part.bias for part in parts)),
+        "HAS_SCALE": int(epilogue.scale != 0 or epilogue.softcap != 0),
         **{f"TYPE_{i}": part.matrix.type_id for i, part in enumerate(parts)},
     }
     if router:

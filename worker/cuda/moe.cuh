@@ -12,12 +12,6 @@
 #define PLAIN 1
 #define NORMED 2
 
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 1
-#endif
-#ifndef UNROLL_STEPS
-#define UNROLL_STEPS 1
-#endif
 constexpr bool DENSE = N_EXPERTS == 1;
 constexpr int THREADS = WARPS * 32;
 constexpr int UNITS = QuantisedToken<COLS>::UNITS;

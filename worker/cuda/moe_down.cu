@@ -70,7 +70,7 @@ INLINE float logit_scale(const RouterRule& rule) {
 #endif
 }
 
-KERNEL __launch_bounds__(THREADS, MIN_BLOCKS) down(const __grid_constant__ DownCall call) {
+KERNEL __launch_bounds__(THREADS, blocks_together(TOKENS)) down(const __grid_constant__ DownCall call) {
   DYNAMIC_SHARED(memory);
   __shared__ u64 barriers[WARPS * STAGES];
   __shared__ Experts lists[EXPERT_LISTS];

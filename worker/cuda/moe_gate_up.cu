@@ -108,16 +108,17 @@ INLINE void stage_inputs(const GateUpCall& call, Ahead& ahead, u8* memory, float
 #else
     if (t > 0) ahead.row.template load<true>(call.values + (u64)t * COLS);
 #if PROLOGUE == NORMED
-    float inverse_rms = rsqrtf(block_sum<THREADS>(ahead.row.squares(), scratch) * (1.f / COLS) + call.norm_epsilon);
-    ahead.row.normalise(ahead.norm, inverse_rms);
-    if (TOKENS > 1) __syncthreads();
+    static_assert(TOKENS == 1, "a norm is for one token");
+    const float squares = warp_sum(ahead.row.squares());
+    if (lane_id() == 0) scratch[warp_id()] = squares;
+    ahead.row.weigh(ahead.norm);
 #endif
     ahead.row.quantise(token, 1.f);
 #endif
   }
 }
 
-KERNEL __launch_bounds__(THREADS, MIN_BLOCKS) gate_up(const __grid_constant__ GateUpCall call) {
+KERNEL __launch_bounds__(THREADS, blocks_together(TOKENS)) gate_up(const __grid_constant__ GateUpCall call) {
   DYNAMIC_SHARED(memory);
   __shared__ u64 barriers[WARPS * STAGES];
   __shared__ float scratch[32];
@@ -145,10 +146,10 @@ KERNEL __launch_bounds__(THREADS, MIN_BLOCKS) gate_up(const __grid_constant__ Ga
   }
   stage_inputs(call, ahead, memory, scratch);
   __syncthreads();
+  const float factor = PROLOGUE == NORMED ? inverse_rms<COLS, WARPS>(scratch, call.norm_epsilon) : 1.f;
   constexpr bool HELD = UNITS <= 32 && TOKENS == 1;  // a lane's activations are the same in all steps
   Activations<false> held;
   if (HELD) QuantisedToken<COLS>{memory}.read(held, min((int)lane_id(), UNITS - 1));
-#pragma unroll (UNROLL_STEPS)
   for (int index = 0; index < STEPS; index++) {
     const Step step(index);
     const int stage = index % STAGES;
@@ -168,6 +169,8 @@ KERNEL __launch_bounds__(THREADS, MIN_BLOCKS) gate_up(const __grid_constant__ Ga
     } else {
       ring_commit();
     }
+#pragma unroll
+    for (int i = 0; i < 2 * ROWS; i++) sums[i] *= factor;
     const float gate = warp_sums(sums), up = __shfl_down_sync(FULL_WARP, gate, 16);
     const int r = lane_id() / (16 / ROWS);
     if (lane_id() % (16 / ROWS) == 0 && r < ROWS)

@@ -3,9 +3,6 @@
 #pragma once
 #include "common.cuh"
 
-#ifndef UNROLL_CHOICE
-#define UNROLL_CHOICE 1
-#endif
 #ifndef SIGMOID
 #define SIGMOID 0     // gating; else softmax
 #define BIASED 0      // a bias steers the choice
@@ -42,14 +39,16 @@ struct WarpChoice {
   INLINE static int expert(int i) { return lane_id() * PER_LANE + i; }
 
   INLINE void load(const float* source) {
+    constexpr int STEP = PER_LANE % 4 == 0 && EXPERT_COUNT % 4 == 0 ? 4 : 1;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      logits[i] = 0;
-      if (PER_LANE % 4 == 0 && EXPERT_COUNT % 4 == 0) {
-        if (i % 4 == 0 && expert(i) < EXPERT_COUNT) *(float4*)(logits + i) = load_fresh4(source + expert(i));
-      } else if (expert(i) < EXPERT_COUNT) {
-        logits[i] = load_fresh(source + expert(i));
+    for (int i = 0; i < PER_LANE; i += STEP) {
+      float4 v = make_float4(0, 0, 0, 0);
+      if (expert(i) < EXPERT_COUNT) {
+        if constexpr (STEP == 4) v = load_fresh4(source + expert(i));
+        else v.x = load_fresh(source + expert(i));
       }
+      logits[i] = v.x;
+      if constexpr (STEP == 4) logits[i + 1] = v.y, logits[i + 2] = v.z, logits[i + 3] = v.w;
     }
   }
 
@@ -80,7 +79,7 @@ struct WarpChoice {
 
   // Best first, equal scores to the lower id.
   INLINE void choose() {
-#pragma unroll (UNROLL_CHOICE)
+#pragma unroll 1  // code is fetched anew in every launch
     for (int k = 0; k < USED_COUNT; k++) {
       int best = keys[0], at = 0;
       float value = logits[0];
