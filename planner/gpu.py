@@ -105,6 +105,7 @@ def _workspace_bytes(
         n_vocab = card.n_vocab or 150_000
         size += outputs * (12 * n_vocab + 16 * (card.n_embd or 4096)) + MIB
     size += max((_scratch_bytes(unit, tokens) for unit in units), default=0)
+    size += _folded_router_bytes(card, units)
     return int(size) + 24 * MIB + 4 * (max_sequences + 40) * (context // 32 + 2)
 
 
@@ -118,6 +119,13 @@ def _buffer_widths(card: ModelCard, units: list[Unit]) -> list[int]:
             if tensor is not None:
                 widths[role] = max(widths.get(role, 0), tensor.rows)
     return [*widths.values(), widths.get("q", 0)]
+
+
+def _folded_router_bytes(card: ModelCard, units: list[Unit]) -> int:
+    """Rows of routers that run inside of attention's projection: halves, as wide as its input and the residual."""
+    heads = max((unit.tensors["q"].rows for unit in units if "q" in unit.tensors), default=0)
+    routed = (unit.shape.n_experts for unit in units if isinstance(unit.shape, MoeShape))
+    return 2 * sum(routed) * (heads + (card.n_embd or 4096))
 
 
 def _scratch_bytes(unit: Unit, tokens: int) -> float:

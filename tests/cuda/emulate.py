@@ -67,6 +67,7 @@ class EmulatedLauncher:
         args: tuple[Any, ...],
         pdl: bool = False,
         cluster: int = 1,
+        hesitant: bool = False,
     ) -> None:
         assert cluster == 1, "the emulator has no clusters"
         values = [ctypes.c_uint64(a) if isinstance(a, int) else a for a in args]

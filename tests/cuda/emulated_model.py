@@ -28,6 +28,7 @@ class ShapesOnlyLauncher:
     capability, sm_count, shared_bytes, l2_bytes = 90, 132, 227 * 1024, 50 << 20
 
 
-def emulated_kernels(device: HostDevice) -> CudaKernels:
+def emulated_kernels(device: HostDevice, folds_routers: bool = True) -> CudaKernels:
     """A kernel factory for `load_gpu`."""
-    return CudaKernels(device, ModelLauncher(device), make_blas=lambda _: None)  # type: ignore[arg-type]
+    launcher: Any = ModelLauncher(device)
+    return CudaKernels(device, launcher, folds_routers=folds_routers, make_blas=lambda _: None)

@@ -423,6 +423,12 @@ class NumpyKernels:
 
         self._submit(("moe", shape.n_tokens, stacks[0].experts, ids.width), work)
 
+    def fold_router(self, *_: object) -> None:
+        return None
+
+    def routed_linear(self, *_: object) -> None:
+        raise AssertionError("no router was folded")
+
     def takes_network(self, rows: int, matrices: tuple[_HostMatrix, ...]) -> bool:
         return False
 

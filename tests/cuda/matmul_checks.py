@@ -10,6 +10,7 @@ from worker.cuda.formats import GpuMatrix, planar_row_bytes, type_id_of
 from worker.cuda.matmul import Activations, Epilogue, Norm, Part, gemv, quantise
 from worker.cuda.matmul_moe import DENSE, Chosen, Experts, RouterRule, hidden_bytes, moe_decode, router_logits
 from worker.cuda.repack import repack
+from worker.cuda.router_fold import RouterCall, fold_router, folded_bytes
 from worker.model.quants import FORMATS, dequantize
 from worker.model.types import BY_NAME
 from worker.ops.reference import activate, choose_experts, rms_norm
@@ -132,8 +133,8 @@ def check_parts(device: Device, names: tuple[str, ...], n_tokens: int, cols: int
         assert not y[:, matrix.rows :].any(), "written past the rows"
 
 
-def quantised_like_kernel(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    groups = x.reshape(len(x), -1, 32)
+def quantised_like_kernel(x: NDArray[np.float64], group: int = 32) -> NDArray[np.float64]:
+    groups = x.reshape(len(x), -1, group)
     scale = np.abs(groups).max(-1, keepdims=True) / 127
     return (np.rint(groups / np.where(scale > 0, scale, 1)) * scale).reshape(x.shape)
 
@@ -171,6 +172,31 @@ def check_router(device: Device, name: str, rows: int, cols: int) -> None:
     assert_near(device.get(logits)[None], expected, 1e-5, f"router {name} {rows} x {cols}")
 
 
+def check_folded_router(device: Device, name: str, router_name: str, shape: tuple[int, int, int]) -> None:
+    """Product and logits of a launch against those one after the other; shape = cols, rows, experts.
+
+    The products R W are halves (2^-11 each, independent), the rest is f32: 1e-3 of the logits' norm is three times what
+    was seen. Experts that close may change places against a router of its own.
+    """
+    cols, rows, n_experts = shape
+    rng = np.random.default_rng(cols + n_experts)
+    matrix, w = make_matrix(device, rng, name, rows, cols)
+    router, r = make_matrix(device, rng, router_name, n_experts, rows)
+    norm = rng.uniform(0.5, 1.5, rows).astype(np.float32)
+    source, prepared = put_quantised(device, activations(rng, 1, cols))
+    residual = rng.standard_normal(rows).astype(np.float32)
+    rows_at = device.put(np.full(folded_bytes(matrix, n_experts) // 2, np.nan, np.float16))
+    folded = fold_router(device.launcher, matrix, router, device.put(norm), rows_at)
+    output, logits = device.put(np.zeros(rows, np.float32)), device.put(np.zeros(n_experts, np.float32))
+    call = RouterCall(folded, device.put(residual), logits)
+    part = Part(matrix, output, rows, residual=call.residual)
+    gemv(device.launcher, [part], source, 1, epilogue=Epilogue(accumulate=True), router=call)
+    what = f"{name} {router_name} {shape}"
+    assert_product(device.get(output)[None] - residual, prepared, w[0], what)
+    sums = residual + prepared[0] @ w[0].astype(np.float64).T
+    assert_near(device.get(logits)[None], (r[0].astype(np.float64) @ (norm * sums))[None], 1e-3, what)
+
+
 def check_moe(
     device: Device,
     names: tuple[str, str, str],
@@ -180,8 +206,10 @@ def check_moe(
     in_kernel: bool,
     activation: int = 0,
     sigmoid: bool = False,
+    folded: bool = False,
 ) -> None:
-    """gate, up and down types; shape = n_embd, n_ff, experts, used; in_kernel: router logits and a norm go in."""
+    """gate, up and down types; shape = n_embd, n_ff, experts, used; in_kernel: router logits and a norm go in.
+    `folded`: the logits are those of a folded router, and the sum goes to a row of its own."""
     n_embd, n_ff, n_experts, n_used = shape
     rng = np.random.default_rng(n_embd + n_tokens)
     made = [
@@ -192,22 +220,25 @@ def check_moe(
     gate, up, down = (values.astype(np.float64) for _, values in made)
     x = activations(rng, n_tokens, n_embd)
     logits = rng.standard_normal((n_tokens, n_experts)).astype(np.float32)
-    bias = rng.standard_normal(n_experts).astype(np.float32) if sigmoid else None
+    bias = rng.standard_normal(n_experts).astype(np.float32) if sigmoid and not folded else None
     ids, weights = choose_experts(logits, bias, n_used, int(sigmoid), True, 1.5)
     norm_weights = rng.uniform(0.5, 1.5, n_embd).astype(np.float32)
-    start = rng.standard_normal((n_tokens, n_embd)).astype(np.float32)
-    output = device.put(start)
+    start = x if folded else rng.standard_normal((n_tokens, n_embd)).astype(np.float32)
+    output = device.put(np.full_like(start, np.nan) if folded else start)
     probe = Experts(made[0][0], made[1][0], made[2][0], n_used, activation)
-    hidden = device.put(np.zeros(hidden_bytes(probe, n_tokens) // 4, np.float32))
+    hidden = device.put(np.full(hidden_bytes(probe, n_tokens), 0xFF, np.uint8))
     if in_kernel:
         bias_pointer = device.put(bias) if bias is not None else 0
-        rule = RouterRule(device.put(logits), bias_pointer, sigmoid, True, 1.5)
+        values = device.put(x)
+        rms = np.sqrt(np.square(x.astype(np.float64)).mean() + 1e-6) if folded else 1.0
+        stored, residual = (logits * rms).astype(np.float32), values if folded else 0
+        rule = RouterRule(device.put(stored), bias_pointer, sigmoid, True, 1.5, residual, 1e-6)
         norm = Norm(device.put(norm_weights), 1e-6)
         moe_decode(
             device.launcher,
             experts,
             rule,
-            Activations(device.put(x)),
+            Activations(values),
             n_tokens,
             hidden,
             output,
@@ -225,6 +256,6 @@ def check_moe(
     for token in range(n_tokens):
         for slot, expert in enumerate(ids[token]):
             h = activate((gate[expert] @ inputs[token]).astype(np.float32), activation)
-            h = quantised_like_kernel((h * (up[expert] @ inputs[token]))[None])[0]
+            h = quantised_like_kernel((h * (up[expert] @ inputs[token]))[None], group=16)[0]
             expected[token] += weights[token, slot] * (down[expert] @ h)
     assert_near(device.get(output), expected, 2e-3, f"{names} T={n_tokens} {shape}")

@@ -11,6 +11,7 @@ from tests.cuda.emulated_model import emulated_kernels
 from tests.cuda.executors import load, placement, prompt, reference_logits, relative_error, synthetic_model
 from tests.cuda.host_device import HostDevice
 from tests.cuda.tolerances import RouterMargins, rounding_bounds
+from worker.cuda.cuda_kernels import CudaKernels
 from worker.ops.batch import Batch
 
 pytestmark = [
@@ -21,6 +22,26 @@ pytestmark = [
 N_LAYERS = 4
 SEED = 5  # of a prompt whose last token meets no router in doubt
 DECIDED = 0.08  # of a router's logits' spread: four times what 8 bits may make of logits here
+
+
+def test_a_folded_router_agrees_with_one_of_its_own(tmp_path: Path) -> None:
+    """The same to the rounding of its rows to halves, where that does not make another expert the best, and one launch
+    a layer less."""
+    path, place = synthetic_model(tmp_path, "tiny-moe"), placement(max_sequences=1, ubatch_tokens=32)
+    logits, launches = [], []
+    for folds in (False, True):
+        device = HostDevice()
+
+        def kernels(device: HostDevice, folds: bool = folds) -> CudaKernels:
+            return emulated_kernels(device, folds)
+
+        executor = load(path, place, make_device=lambda _, device=device: device, make_kernels=kernels)
+        before = len(device.log)
+        logits.append(executor.logits(Batch.of_sequence([7], 0, [3, 1], all_outputs=True)))
+        launches.append(len(device.log) - before)
+        executor.close()
+    assert launches[0] - launches[1] == 4
+    assert 0 < relative_error(logits[1], logits[0]) < 0.01
 
 
 @pytest.mark.parametrize("shape", ["tiny-dense", "tiny-moe"])

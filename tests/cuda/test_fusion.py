@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.cuda.executors import synthetic_model
-from worker.cuda.fusion import dense_networks, folded_norms
+from worker.cuda.fusion import dense_networks, folded_norms, folded_routers
 from worker.model.describe import describe_file
 from worker.model.gguf import open_model
 from worker.ops.lower import lower
@@ -33,6 +34,21 @@ def test_a_mixture_folds_its_norm_into_router_and_experts(tmp_path: Path) -> Non
     kinds = [oplist.ops[reader].kind for reader in folded]
     assert kinds.count(OpKind.ROUTER) == kinds.count(OpKind.MOE) == 4
     assert not dense_networks(oplist)
+
+
+def test_a_router_rides_along_with_the_product_in_front_of_its_norm(tmp_path: Path) -> None:
+    oplist = lowered(tmp_path, "tiny-moe")
+    routers = [at for at, op in enumerate(oplist.ops) if op.kind == OpKind.ROUTER]
+    assert folded_routers(oplist) == {router - 2: router for router in routers}
+    biased = replace_op(oplist, routers[1], biases=(0,))
+    assert folded_routers(biased) == {router - 2: router for router in routers if router != routers[1]}
+    assert not folded_routers(lowered(tmp_path, "tiny-dense"))
+
+
+def replace_op(oplist: OpList, at: int, **fields: tuple[int, ...]) -> OpList:
+    ops = list(oplist.ops)
+    ops[at] = msgspec.structs.replace(ops[at], **fields)
+    return msgspec.structs.replace(oplist, ops=tuple(ops))
 
 
 @pytest.mark.parametrize("between", [OpKind.GLU, OpKind.EMBED])

@@ -42,6 +42,24 @@ def test_mixture(device: EmulatedDevice, n_tokens: int, in_kernel: bool) -> None
     )
 
 
+@pytest.mark.parametrize(("n_experts", "n_used"), [(72, 3), (128, 8), (130, 32)])
+def test_choice_among_many_experts(device: EmulatedDevice, n_experts: int, n_used: int) -> None:
+    """Lanes that look at three, four (in one load) and five experts."""
+    shape = (32, 32, n_experts, n_used)
+    checks.check_moe(device, ("Q4_0", "Q4_0", "Q8_0"), 1, shape, in_kernel=True, folded=True)
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_mixture_behind_a_folded_router(device: EmulatedDevice, sigmoid: bool) -> None:
+    names, shape = ("Q4_0", "Q4_0", "Q8_0"), (96, 64, 8, 3)
+    checks.check_moe(device, names, 1, shape, in_kernel=True, sigmoid=sigmoid, folded=True)
+
+
+@pytest.mark.parametrize(("name", "router"), [("Q4_K", "F32"), ("Q6_K", "F16"), ("Q8_0", "BF16")])
+def test_folded_router(device: EmulatedDevice, name: str, router: str) -> None:
+    checks.check_folded_router(device, name, router, (256, 72, 11))
+
+
 def test_dense_network(device: EmulatedDevice) -> None:
     checks.check_moe(device, ("Q8_0", "Q4_0", "Q5_0"), 2, (96, 64, 1, 1), in_kernel=False)
     prefill_checks.check_network(device, ("Q8_0", "Q4_0", "Q5_0"), 5, 96, 64)

@@ -68,6 +68,18 @@ def test_mixture(device: GpuDevice, down: str, n_tokens: int, in_kernel: bool) -
     )
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_mixture_behind_a_folded_router(device: GpuDevice, sigmoid: bool) -> None:
+    names, shape = ("Q4_K", "Q4_K", "Q6_K"), (2048, 768, 128, 8)
+    checks.check_moe(device, names, 1, shape, in_kernel=True, sigmoid=sigmoid, folded=True)
+
+
+@pytest.mark.parametrize("shape", [(4096, 2048, 128), (512, 256, 300), (8192, 3072, 64)])
+@pytest.mark.parametrize(("name", "router"), [("Q4_K", "F32"), ("Q6_K", "F16"), ("Q5_K", "BF16")])
+def test_folded_router(device: GpuDevice, name: str, router: str, shape: tuple[int, int, int]) -> None:
+    checks.check_folded_router(device, name, router, shape)
+
+
 @pytest.mark.parametrize("n_tokens", [1, 2, 5, 8])
 def test_dense_network(device: GpuDevice, n_tokens: int) -> None:
     checks.check_moe(device, ("Q4_K", "Q4_K", "Q6_K"), n_tokens, (512, 3584, 1, 1), in_kernel=False)

@@ -18,6 +18,14 @@ typedef long long i64;
 
 INLINE u32 lane_id() { return threadIdx.x & 31; }
 INLINE u32 warp_id() { return threadIdx.x >> 5; }
+// The i-th of COUNT things that N_THREADS threads share, for i < SHARES<COUNT, N_THREADS>; may lie beyond COUNT. Loops
+// written with it have a known length: the compiler makes a few instructions of them, not a loop for every length.
+template <int COUNT, int N_THREADS>
+constexpr int SHARES = (COUNT + N_THREADS - 1) / N_THREADS;
+template <int N_THREADS>
+INLINE int shared_out(int i) {
+  return (int)threadIdx.x + i * N_THREADS;
+}
 
 // ---- 16-bit floats as bit patterns ----
 INLINE float half_to_float(u16 bits) {
@@ -68,7 +76,6 @@ INLINE uint4 load_once(const void* address) {
                : "l"(address));
   return v;
 }
-INLINE uint4 load_shared16(const void* address) { return *(const uint4*)address; }
 // past L1: data that another kernel may be writing until griddepcontrol.wait
 INLINE float load_fresh(const float* address) { return __ldcg(address); }
 INLINE float4 load_fresh4(const float* address) { return __ldcg((const float4*)address); }
@@ -85,6 +92,19 @@ INLINE float exp2_approximate(float x) {
 // tanh to about 1e-7 absolute, without branches
 INLINE float tanh_by_exp2(float x) {
   return 1.0f - __fdividef(2.0f, 1.0f + exp2_approximate(fminf(2.0f * LOG2_E * x, 126.0f)));
+}
+
+// sum + the products of four unsigned with four signed bytes
+INLINE int dot4_unsigned(u32 a, int b, int sum) {
+  int result;
+  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(sum));
+  return result;
+}
+
+// A barrier of COUNT threads of the block, whole warps; ID 1 to 15 tells barriers apart, 0 is that of __syncthreads.
+template <int ID, int COUNT>
+INLINE void meet_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
 }
 
 // ---- sums and maxima ----
@@ -118,6 +138,35 @@ INLINE int warp_sum_int(int value) {
   for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(FULL_WARP, value, step);
   return value;
 #endif
+}
+INLINE int warp_max(int value) {
+#if HAS_AMPERE
+  int largest;
+  asm("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(largest) : "r"(value));
+  return largest;
+#else
+#pragma unroll
+  for (int step = 16; step; step >>= 1) value = max(value, __shfl_xor_sync(FULL_WARP, value, step));
+  return value;
+#endif
+}
+// Sums of N values over a warp, N a power of two: lane i gets the sum of values[i / (32 / N)]. `values` is used up.
+template <int N>
+INLINE float warp_sums(float (&values)[N]) {
+  int step = 16;
+#pragma unroll
+  for (int half = N / 2; half; half >>= 1, step >>= 1) {
+    const bool upper = lane_id() & step;
+#pragma unroll
+    for (int i = 0; i < half; i++) {
+      const float given = upper ? values[i] : values[half + i], kept = upper ? values[half + i] : values[i];
+      values[i] = kept + __shfl_xor_sync(FULL_WARP, given, step);
+    }
+  }
+  float sum = values[0];
+#pragma unroll
+  for (; step; step >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, step);
+  return sum;
 }
 // Sum over the block, in every thread; `scratch` f32[32] may be reused after the next barrier.
 template <int THREADS>
@@ -269,6 +318,20 @@ INLINE void ring_copy(void* target, const void* source, u32 bytes, u64* barrier)
   for (u32 i = lane_id() * 16; i < bytes; i += 512) copy_async16((u8*)target + i, (const u8*)source + i, true);
 #endif
 }
+// The same for several copies at once: lane i < n has the addresses of the i-th.
+INLINE void ring_copy_each(void* target, const void* source, u32 bytes, u64* barrier, int n) {
+#if HAS_HOPPER
+  if (lane_id() < n)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(target)),
+                 "l"(source), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+#else
+  for (int i = 0; i < n; i++)
+    ring_copy((void*)__shfl_sync(FULL_WARP, (u64)target, i), (const void*)__shfl_sync(FULL_WARP, (u64)source, i), bytes,
+              barrier);
+#endif
+}
 // Ends a fill; also called for a fill of nothing, to keep the count of groups.
 INLINE void ring_commit() {
 #if !HAS_HOPPER
@@ -290,16 +353,6 @@ INLINE void ring_wait(u64* barrier, u32 round) {
 #else
   copy_async_wait<PENDING>();
   __syncwarp();
-#endif
-}
-
-// The first fills of all `n` barriers of the block are there, for every warp; each warp has filled its own.
-INLINE void ring_wait_all(u64* barriers, int n) {
-#if HAS_HOPPER
-  for (int i = 0; i < n; i++) ring_wait<0>(barriers + i, 0);
-#else
-  copy_async_wait<0>();
-  __syncthreads();
 #endif
 }
 

@@ -24,6 +24,7 @@ from worker.cuda.prefill import Blas
 from worker.cuda.products import Products
 from worker.cuda.repack import repack
 from worker.cuda.router import Router
+from worker.cuda.router_fold import FoldedRouter
 from worker.cuda.sampling import SamplingBuffers
 from worker.cuda.values import Rows, RowTable, StepShape
 from worker.ops.oplist import Op, OpKind, OpList
@@ -44,18 +45,20 @@ def _routers(oplist: OpList) -> list[Op]:
 
 
 class CudaKernels(KernelSet):
-    """KernelSet on one device's compute stream. `pdl`: kernels may start while the one in front of them ends."""
+    """KernelSet on one device's compute stream. `pdl`: kernels may start while the one in front of them ends.
+    `folds_routers`: in steps of one row a router may run inside of the product in front of it."""
 
     def __init__(
         self,
         device: Device,
         launcher: Launcher | None = None,
         pdl: bool = True,
+        folds_routers: bool = True,
         make_blas: Callable[[int], Blas | None] = CuBlas,
     ) -> None:
         self.launcher = launcher or Launcher(device.ordinal, device.stream)
         self.pdl = pdl
-        self._products = Products(self.launcher, make_blas(device.stream), pdl)
+        self._products = Products(self.launcher, make_blas(device.stream), pdl, folds_routers)
         self._sampling: SamplingBuffers | None = None
         self._attention_scratch = self._router_scratch = 0
         self._fresh: FreshHeads | None = None  # of the layer whose attention comes next
@@ -161,6 +164,24 @@ class CudaKernels(KernelSet):
         shape: StepShape,
     ) -> None:
         self._products.linear(rows, source, matrices, outs, biases, accumulate, scale, softcap)
+
+    def fold_router(self, matrix: GpuMatrix, router: GpuMatrix, norm: int) -> FoldedRouter | None:
+        return self._products.fold_router(matrix, router, norm)
+
+    def routed_linear(
+        self,
+        source: Rows,
+        matrix: GpuMatrix,
+        out: Rows,
+        folded: FoldedRouter,
+        ints: tuple[int, ...],
+        scale: float,
+        epsilon: float,
+    ) -> None:
+        gating, normalize = ints[2], bool(ints[3])
+        self._rule = self._products.routed_linear(
+            source, matrix, out, folded, gating, normalize, scale, epsilon
+        )
 
     def rope_store(
         self,

@@ -80,16 +80,18 @@ def current_context() -> int:
 
 
 class Function:
-    """A kernel of a loaded module, with what the compiler gave it. `may_start_early`: False makes it ignore `pdl`.
+    """A kernel of a loaded module, with what the compiler gave it. `may_start_early`: whether launches with `pdl`
+    start early; None: as the caller of `launch` thinks best. `alone`: at most one of its blocks on a multiprocessor.
     `identity`: the same for the same machine code. `TUNED`: the attributes that tuning sets."""
 
-    TUNED = ("may_start_early",)
+    TUNED = ("may_start_early", "alone")
 
     def __init__(self, handle: c_void_p, name: str, identity: str = "") -> None:
         self.handle = handle
         self.name = name
         self.identity = identity
-        self.may_start_early = True
+        self.may_start_early: bool | None = None
+        self.alone = False
         self.registers = self._attribute(_REGISTERS)
         self.local_bytes = self._attribute(_LOCAL_BYTES)
         self._allowed_shared_bytes = DEFAULT_SHARED_BYTES - self._attribute(_STATIC_SHARED_BYTES)
@@ -153,8 +155,8 @@ class Launcher:
         self.device = device
         self.stream = stream
         self.n_launches = 0
-        # those launched with `pdl`, where a dict is set
-        self.early_functions: dict[Function, None] | None = None
+        # those launched with `pdl`, where a dict is set, and whether they start early
+        self.early_functions: dict[Function, bool] | None = None
         self._recorded: dict[tuple[Any, ...], Variant] | None = None
         self._codes: dict[tuple[Any, ...], Future[bytes]] = {}  # being compiled, or not loaded yet
         facts = {name: self._device_fact(number) for name, number in _DEVICE_ATTRIBUTES.items()}
@@ -249,20 +251,25 @@ class Launcher:
         args: tuple[Any, ...],
         pdl: bool = False,
         cluster: int = 1,
+        hesitant: bool = False,
     ) -> None:
         """Enqueue one kernel. `args` are ctypes values; plain ints are passed as 64-bit pointers.
 
         `pdl` lets it start while the kernel before it still runs: only for kernels that wait for the dependency
-        themselves; ignored where the card can not. `cluster` blocks along x form a cluster.
+        themselves; ignored where the card can not. `hesitant`: but only once measurements have said that it pays.
+        `cluster` blocks along x form a cluster.
         """
         if self.is_recording:
             return
+        if function.alone:  # more than half of what there is
+            shared_bytes = max(shared_bytes, self.shared_bytes // 2 + 1024)
         function.allow_shared(shared_bytes)
         values = [ctypes.c_uint64(a) if isinstance(a, int) else a for a in args]
         pointers = (c_void_p * max(1, len(values)))(*[ctypes.addressof(value) for value in values])
+        early = not hesitant if function.may_start_early is None else function.may_start_early
         if pdl and self.early_functions is not None:
-            self.early_functions[function] = None
-        attributes, count = self._launch_attributes(pdl and function.may_start_early, cluster)
+            self.early_functions[function] = early
+        attributes, count = self._launch_attributes(pdl and early, cluster)
         config = _Config(_three(grid), _three(block), shared_bytes, self.stream, attributes, count)
         status = _library().cuLaunchKernelEx(ctypes.byref(config), function.handle, pointers, None)
         check(status, f"{function.name} on grid {grid}, block {block}, {shared_bytes} bytes")

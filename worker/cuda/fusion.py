@@ -1,7 +1,8 @@
 """Which ops of a list may run inside of another's kernels when a step has few tokens.
 
-A norm disappears into the matrices that read it; the two products of a dense network and the gate between them become
-two launches. Nothing here launches: `lowering.py` asks, `cuda_kernels.py` does.
+A norm disappears into the matrices that read it, a router into the product in front of its norm; the two products of a
+dense network and the gate between them become two launches. Nothing here launches: `lowering.py` asks, and
+`cuda_kernels.py` does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from worker.ops.oplist import Op, OpKind, OpList
 
 _READERS = (OpKind.LINEAR, OpKind.ROUTER, OpKind.MOE)
 _FLOAT_TYPES = ("F32", "F16", "BF16")
+MOST_CHOSEN = 32  # experts of a token that kernels can find by themselves
 
 
 def folded_norms(oplist: OpList) -> dict[int, int]:
@@ -49,8 +51,37 @@ def _are_servable(oplist: OpList, readers: list[int]) -> bool:
     if OpKind.MOE not in kinds and OpKind.ROUTER not in kinds:
         return all(_cols_are_whole(oplist, op) for op in ops)
     return (
-        kinds == [OpKind.ROUTER, OpKind.MOE] and _is_quantised(oplist, ops[1]) and _is_float(oplist, ops[0])
+        kinds == [OpKind.ROUTER, OpKind.MOE]
+        and ops[0].ints[1] <= MOST_CHOSEN
+        and _is_quantised(oplist, ops[1])
+        and _is_float(oplist, ops[0])
     )
+
+
+def folded_routers(oplist: OpList) -> dict[int, int]:
+    """Index of each product that may also make a router's logits, to the index of the router.
+
+    The product is added to the residual stream, which the norm behind it reads for router and mixture and to which the
+    mixture adds; a bias that steers the choice would need the norm first.
+    """
+    folded = folded_norms(oplist)
+    return {
+        router - 2: router
+        for router, norm in folded.items()
+        if oplist.ops[router].kind == OpKind.ROUTER and norm == router - 1 and _rides_along(oplist, router)
+    }
+
+
+def _rides_along(oplist: OpList, router: int) -> bool:
+    if router < 2:
+        return False
+    product, norm, op, mixture = oplist.ops[router - 2 : router + 2]
+    if product.kind != OpKind.LINEAR or mixture.kind != OpKind.MOE:
+        return False
+    bare = all(bias < 0 for bias in (*product.biases, *op.biases)) and not any(product.floats)
+    adds = bool(product.ints[1]) and bool(mixture.ints[2])
+    stream = product.outputs == norm.inputs == mixture.outputs
+    return len(product.weights) == 1 and bare and adds and stream and _is_quantised(oplist, product)
 
 
 def _types(oplist: OpList, op: Op) -> list[str]:

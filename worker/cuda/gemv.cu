@@ -2,8 +2,11 @@
 //
 // Definitions: COLS, TOKENS, N_PARTS, TYPE_0 .. TYPE_2 (ggml types), WARPS of a block, STAGES of a warp's ring, ROWS a
 // warp takes at once, PROLOGUE (below). A warp owns whole rows: it fills its ring before it waits for the inputs, so
-// that weights arrive while the kernel in front still runs.
+// that weights arrive while the kernel in front still runs. ROUTER_ROWS, ROUTER_COLS: the router rows of a block and
+// the width of the residual, where a router rides along (router_fold.cuh; one token, QUANTISED). HAS_BIAS, HAS_SCALE: there may
+// be a bias; a scale or a soft cap.
 #include "activations.cuh"
+#include "router_fold.cuh"
 
 #define QUANTISED 0  // activations come as codes, scales, sums
 #define PLAIN 1      // as f32; the block quantises
@@ -15,13 +18,19 @@
 #ifndef TYPE_2
 #define TYPE_2 TYPE_0
 #endif
+#ifndef ROUTER_ROWS
+#define ROUTER_ROWS 0
+#define ROUTER_COLS 0
+#endif
 constexpr int THREADS = WARPS * 32;
+constexpr int ROUTER_WARPS = ROUTER_ROWS ? 4 : 0;  // after the others
 constexpr bool FLOATS = Format<TYPE_0>::IS_FLOAT;  // all parts or none
 
 struct Part {
   const u8* weights;
   float* output;
-  const float* bias;  // or null
+  const float* residual;  // what the product is added to, strided as the output and perhaps the same; or null
+  const float* bias;      // or null
   int rows;
   int output_stride;  // floats between tokens
 };
@@ -35,7 +44,7 @@ struct Call {
   float norm_epsilon;
   float scale;    // 0: none
   float softcap;  // 0: none
-  int accumulate;
+  FoldedRouter router;
 };
 
 constexpr int largest(int a, int b) { return a > b ? a : b; }
@@ -87,6 +96,7 @@ typedef float Sums[ROWS][TOKENS];
 template <int TYPE>
 INLINE void multiply(Sums& sums, const u8* stage, const u8* activations) {
   constexpr int UNITS = QuantisedToken<COLS>::UNITS, ROW_BYTES = Format<TYPE>::row_bytes(COLS);
+#pragma unroll (unroll_of((UNITS + 31) / 32))
   for (int unit = lane_id(); unit < UNITS; unit += 32) {
     u32 codes[ROWS][16];
     Scales scales[ROWS];
@@ -96,14 +106,14 @@ INLINE void multiply(Sums& sums, const u8* stage, const u8* activations) {
       load_unit<TYPE, FromShared>(raw, stage + r * ROW_BYTES, UNITS, unit);
       unit_scales<TYPE>(scales[r], raw, unit);
 #pragma unroll
-      for (int j = 0; j < 16; j++) codes[r][j] = unit_codes<TYPE>(raw, j);
+      for (int j = 0; j < 16; j++) codes[r][j] = dot_codes<TYPE>(raw, j);
     }
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) {
-      UnitActivations x;
+      Activations<false> x;
       QuantisedToken<COLS>{(u8*)activations + t * TOKEN_BYTES}.read(x, unit);
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) sums[r][t] += unit_dot<TYPE>(codes[r], scales[r], x);
+      for (int r = 0; r < ROWS; r++) sums[r][t] += unit_dot<TYPE, false>(codes[r], scales[r], x);
     }
   }
 }
@@ -148,31 +158,28 @@ INLINE void multiply_part(Sums& sums, const u8* stage, const u8* activations) {
   else multiply<TYPE>(sums, stage, activations);
 }
 
-// Lane r * TOKENS + t writes row r of token t.
-constexpr int OUTPUTS = ROWS * TOKENS;
+// After warp_sums lane (r * TOKENS + t) * OUTPUT_LANES has row r of token t.
+constexpr int next_power(int n) { return n <= 1 ? 1 : 2 * next_power((n + 1) / 2); }
+constexpr int OUTPUTS = ROWS * TOKENS, SUMS = next_power(OUTPUTS), OUTPUT_LANES = 32 / SUMS;
 static_assert(OUTPUTS <= 32, "a lane for every output of a group");
 
 INLINE float* output_of(const Call& call, Group group) {
   const Part& part = part_of(call, group.part);
-  int r = lane_id() / TOKENS, t = lane_id() % TOKENS;
-  if (lane_id() >= OUTPUTS || r >= group.count) return nullptr;
+  int output = lane_id() / OUTPUT_LANES, r = output / TOKENS, t = output % TOKENS;
+  if (lane_id() % OUTPUT_LANES || output >= OUTPUTS || r >= group.count) return nullptr;
   return part.output + (u64)t * part.output_stride + group.row + r;
 }
 
-INLINE void finish(const Call& call, Group group, Sums& sums, float* out, float old) {
-  float y = 0;
+INLINE void finish(const Call& call, Group group, Sums& sums, const float (&factors)[TOKENS], float* out, float old) {
+  float values[SUMS];
 #pragma unroll
-  for (int r = 0; r < ROWS; r++)
-#pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
-      float sum = warp_sum(sums[r][t]);
-      if (lane_id() == r * TOKENS + t) y = sum;
-    }
+  for (int i = 0; i < SUMS; i++) values[i] = i < OUTPUTS ? sums[i / TOKENS % ROWS][i % TOKENS] * factors[i % TOKENS] : 0.f;
+  float y = warp_sums(values);
   if (!out) return;
   const Part& part = part_of(call, group.part);
-  if (call.scale != 0) y *= call.scale;
-  if (part.bias) y += part.bias[group.row + lane_id() / TOKENS];
-  if (call.softcap != 0) y = call.softcap * tanhf(y / call.softcap);
+  if (HAS_SCALE && call.scale != 0) y *= call.scale;
+  if (HAS_BIAS && part.bias) y += part.bias[group.row + lane_id() / OUTPUT_LANES / TOKENS];
+  if (HAS_SCALE && call.softcap != 0) y = call.softcap * tanhf(y / call.softcap);
   *out = old + y;
 }
 
@@ -188,8 +195,8 @@ INLINE void normalise_floats(const Call& call, u8* activations, float* scratch) 
     float* row = (float*)(activations + t * TOKEN_BYTES);
     float squares = 0;
     for (int i = threadIdx.x; i < COLS; i += THREADS) squares += row[i] * row[i];
-    float inverse_rms = rsqrtf(block_sum<THREADS>(squares, scratch) * (1.f / COLS) + call.norm_epsilon);
-    for (int i = threadIdx.x; i < COLS; i += THREADS) row[i] *= inverse_rms * call.norm[i];
+    float factor = rsqrtf(block_sum<THREADS>(squares, scratch) * (1.f / COLS) + call.norm_epsilon);
+    for (int i = threadIdx.x; i < COLS; i += THREADS) row[i] *= factor * call.norm[i];
     __syncthreads();
   }
 }
@@ -212,19 +219,31 @@ INLINE void stage_activations(const Call& call, const NormShare& norm, u8* activ
     RowShare<COLS, THREADS> row;
     row.template load<true>(call.values + (u64)t * COLS);
 #if PROLOGUE == NORMED
-    float inverse_rms = rsqrtf(block_sum<THREADS>(row.squares(), scratch) * (1.f / COLS) + call.norm_epsilon);
-    row.normalise(norm, inverse_rms);
-    if (TOKENS > 1) __syncthreads();
+    const float squares = warp_sum(row.squares());
+    if (lane_id() == 0) scratch[t * 32 + warp_id()] = squares;
+    row.weigh(norm);
 #endif
     row.quantise(QuantisedToken<COLS>{activations + t * TOKEN_BYTES}, 1.f);
   }
 #endif
 }
 
-KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
+// A barrier of the warps that multiply.
+INLINE void meet() {
+  if (ROUTER_ROWS) meet_threads<1, THREADS>();
+  else __syncthreads();
+}
+
+KERNEL __launch_bounds__(THREADS + ROUTER_WARPS * 32, blocks_together(TOKENS)) gemv(const __grid_constant__ Call call) {
   DYNAMIC_SHARED(memory);  // activations, then the rings of the warps
   __shared__ u64 barriers[WARPS * STAGES];
-  __shared__ float scratch[32];
+  __shared__ float scratch[TOKENS * 32];
+#if ROUTER_ROWS
+  if (warp_id() >= WARPS) {
+    RouterWarps<COLS, ROUTER_COLS, ROUTER_ROWS, WARPS, ROUTER_WARPS>().run(call.router, call.codes, call.scales);
+    return;
+  }
+#endif
   const int n_groups = group_count(call), n_warps = gridDim.x * WARPS;
   const int first = blockIdx.x + warp_id() * gridDim.x;  // neighbouring rows on different multiprocessors
   u8* ring = memory + TOKENS * TOKEN_BYTES + warp_id() * (STAGES * STAGE_BYTES);
@@ -240,15 +259,21 @@ KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
   wait_for_inputs();
   if constexpr (FLOATS) stage_floats(call, memory);
   else stage_activations(call, norm, memory, scratch);
-  __syncthreads();
+  meet();
 #if PROLOGUE == NORMED
   if (FLOATS) normalise_floats(call, memory, scratch);
 #endif
+  float factors[TOKENS];  // what the activations lack
+#pragma unroll
+  for (int t = 0; t < TOKENS; t++)
+    factors[t] = PROLOGUE == NORMED && !FLOATS ? inverse_rms<COLS, WARPS>(scratch + t * 32, call.norm_epsilon) : 1.f;
   int stage = 0, round = 0;
   for (int index = first; index < n_groups; index += n_warps) {
     Group group = group_at(call, index);
     float* out = output_of(call, group);
-    float old = out && call.accumulate ? __ldcg(out) : 0.f;  // on its way while the weights are waited for
+    const Part& part = part_of(call, group.part);
+    // on its way while the weights are waited for
+    float old = out && part.residual ? __ldcg(part.residual + (out - part.output)) : 0.f;
     Sums sums = {};
     ring_wait<STAGES - 1>(barrier + stage, round);
     const u8* weights = ring + stage * STAGE_BYTES;
@@ -257,7 +282,7 @@ KERNEL __launch_bounds__(THREADS) gemv(const __grid_constant__ Call call) {
     else multiply_part<TYPE_2>(sums, weights, memory);
     __syncwarp();
     fill(call, index + STAGES * n_warps, n_groups, ring + stage * STAGE_BYTES, barrier + stage);
-    finish(call, group, sums, out, old);
+    finish(call, group, sums, factors, out, old);
     if (++stage == STAGES) stage = 0, round++;
   }
 }

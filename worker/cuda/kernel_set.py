@@ -77,6 +77,24 @@ class KernelSet(Protocol):
         shape: StepShape,
     ) -> None: ...
 
+    def fold_router(self, matrix: Matrix, router: Matrix, norm: int) -> Any:
+        """What `routed_linear` needs of a router of norm(r + matrix a), made now; None where it stays alone."""
+        ...
+
+    def routed_linear(
+        self,
+        source: Rows,
+        matrix: Matrix,
+        out: Rows,
+        folded: Any,
+        ints: tuple[int, ...],
+        scale: float,
+        epsilon: float,
+    ) -> None:
+        """For one row: an accumulating `linear`, and the router of the mixture that comes next, which writes `out`;
+        until then `out` does not have the sum. `ints` and `scale` are the router's, `epsilon` the norm's."""
+        ...
+
     def rope_store(
         self,
         shape: StepShape,

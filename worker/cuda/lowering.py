@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from worker.cuda.fusion import dense_networks, folded_norms
+from worker.cuda.fusion import dense_networks, folded_norms, folded_routers
 from worker.cuda.kernel_set import KernelSet, Matrix
 from worker.cuda.kv_cache import DeviceKvCache
 from worker.cuda.memory import DeviceMemory, aligned
@@ -110,6 +111,11 @@ class Lowering:
         self.oplist, self.kernels = oplist, kernels
         self.buffers, self.weights, self.cache = buffers, weights, cache
         self._folded, self._networks = folded_norms(oplist), dense_networks(oplist)
+        self._routers = {
+            product: (router, folded)
+            for product, router in folded_routers(oplist).items()
+            if (folded := self._fold_router(product, router)) is not None
+        }
 
     def launches(self) -> tuple[Launch, ...]:
         return tuple(
@@ -120,6 +126,17 @@ class Lowering:
     def _norm_at(self, at: int) -> FoldedNorm:
         op = self.oplist.ops[at]
         return FoldedNorm(self.buffers[op.inputs[0]].values, self.vector(op.weights[0]), op.floats[0])
+
+    def _fold_router(self, product: int, router: int) -> Any:
+        (matrix,), (rows,) = (self.matrices(self.oplist.ops[at]) for at in (product, router))
+        return self.kernels.fold_router(matrix, rows, self.vector(self.oplist.ops[router - 1].weights[0]))
+
+    def router_behind(self, at: int) -> tuple[Op, float, Any] | None:
+        """The router that product `at` takes along in a step of one row, the epsilon of its norm, and its rows."""
+        if at not in self._routers:
+            return None
+        router, folded = self._routers[at]
+        return self.oplist.ops[router], self.oplist.ops[router - 1].floats[0], folded
 
     def source(self, op: Op, at: int) -> Rows:
         """The rows that the matrices of `op` multiply, with the norm in front of them if it can be folded."""
@@ -188,9 +205,30 @@ def _linear(lowering: Lowering, op: Op, at: int) -> Enqueue:
             rows(shape), source, matrices, outs, biases, accumulate, scale or 1.0, softcap, shape
         )
 
+    if (behind := lowering.router_behind(at)) is not None:
+        return _routed_linear(lowering, source, matrices[0], outs[0], behind, enqueue)
     if lowering.network_at(at):
         return _network(lowering, op, at, enqueue)
     return _unless_network(lowering, at - 2, rows, enqueue)
+
+
+def _routed_linear(
+    lowering: Lowering,
+    source: Rows,
+    matrix: Matrix,
+    out: Rows,
+    behind: tuple[Op, float, Any],
+    otherwise: Enqueue,
+) -> Enqueue:
+    router, epsilon, folded = behind
+
+    def enqueue(shape: StepShape) -> None:
+        if shape.n_tokens != 1:
+            otherwise(shape)
+            return
+        lowering.kernels.routed_linear(source, matrix, out, folded, router.ints, router.floats[0], epsilon)
+
+    return enqueue
 
 
 def _network(lowering: Lowering, op: Op, at: int, otherwise: Enqueue) -> Enqueue:
@@ -247,7 +285,13 @@ def _glu(lowering: Lowering, op: Op, at: int) -> Enqueue:
 def _router(lowering: Lowering, op: Op, at: int) -> Enqueue:
     source, (ids, weights), (matrix,) = lowering.source(op, at), lowering.outputs(op), lowering.matrices(op)
     bias, scale = lowering.vector(op.biases[0]), op.floats[0]
-    return lambda shape: lowering.kernels.router(shape, source, matrix, bias, ids, weights, op.ints, scale)
+
+    def enqueue(shape: StepShape) -> None:
+        lowering.kernels.router(shape, source, matrix, bias, ids, weights, op.ints, scale)
+
+    if lowering.router_behind(at - 2) is None:
+        return enqueue
+    return lambda shape: None if shape.n_tokens == 1 else enqueue(shape)
 
 
 def _moe(lowering: Lowering, op: Op, at: int) -> Enqueue:

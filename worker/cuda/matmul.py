@@ -16,10 +16,12 @@ import msgspec
 
 from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix, is_float, planar_row_bytes
+from worker.cuda.router_fold import ROUTER_WARPS, RouterCall, _FoldedStruct, folded_struct
 
 GEMV_TOKENS = 8
 _QUANTISED, _PLAIN, _NORMED = 0, 1, 2  # PROLOGUE of the kernels
 _MAX_WARPS = 16
+_LONG_ROW_BYTES = 2048  # beyond, a warp has enough to do with a row that more of them pay
 _RESERVED_SHARED_BYTES = 4096  # static shared memory of a block and what the driver takes
 
 
@@ -42,12 +44,14 @@ class Norm(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One matrix of a launch: output f32 [tokens, output_stride], bias f32 [rows] or 0."""
+    """One matrix of a launch: output f32 [tokens, output_stride], bias f32 [rows] or 0. `residual`: what an
+    accumulating launch adds to, where that is not the output itself."""
 
     matrix: GpuMatrix
     output: int
     output_stride: int
     bias: int = 0
+    residual: int = 0
 
 
 class Epilogue(msgspec.Struct, frozen=True):
@@ -65,6 +69,7 @@ class _PartStruct(ctypes.Structure):
     _fields_ = [
         ("weights", c_uint64),
         ("output", c_uint64),
+        ("residual", c_uint64),
         ("bias", c_uint64),
         ("rows", c_int),
         ("output_stride", c_int),
@@ -82,7 +87,7 @@ class _CallStruct(ctypes.Structure):
         ("norm_epsilon", c_float),
         ("scale", c_float),
         ("softcap", c_float),
-        ("accumulate", c_int),
+        ("router", _FoldedStruct),
     ]
 
 
@@ -102,23 +107,38 @@ def token_bytes(cols: int, float_weights: bool) -> int:
 
 
 def choose_tiling(
-    launcher: Launcher, n_rows: int, row_bytes: int, activation_bytes: int, rows: int, n_tokens: int
+    launcher: Launcher,
+    n_rows: int,
+    row_bytes: int,
+    activation_bytes: int,
+    rows: int,
+    n_tokens: int,
+    warps_divide: int = 0,
 ) -> Tiling | None:
     """Enough warps to have a small matrix in flight at once, rings for the rest; None when so many tokens do not fit.
 
-    Two blocks should fit on a multiprocessor, so that a kernel can start while the one in front ends.
+    Two blocks should fit on a multiprocessor, so that a kernel can start while the one in front ends. `warps_divide`:
+    warps times rows have to divide this number (0: anything goes).
     """
     budget = launcher.shared_bytes - _RESERVED_SHARED_BYTES
+    if n_tokens == 1 and (
+        tiling := _in_flight_at_once(launcher, n_rows, row_bytes, activation_bytes, warps_divide)
+    ):
+        return tiling
     shared_half = budget // 2 - 1024
     options = [(shared_half, (16, 8)), (budget, (16, 8)), (shared_half, (4,)), (budget, (4,))]
     if n_tokens == 1:
         options.append((budget, (2, 1)))
+        if warps_divide:  # a dense network's first half, which is long enough to want all there is
+            options.insert(0, (budget, (16,)))
     for limit, warp_counts in options:
         for n in sorted({rows, 1}, reverse=True):
             groups = -(-n_rows // n)
             per_sm = -(-groups // launcher.sm_count)
             wanted = min(_MAX_WARPS, max(4, -(-per_sm // 4) * 4))
             for warps in sorted({min(wanted, count) for count in warp_counts}, reverse=True):
+                if warps_divide % (warps * n):
+                    continue
                 stages = min(4, max(1, -(-per_sm // warps)))
                 fitting = (limit - activation_bytes) // (warps * n * row_bytes)
                 if fitting >= min(stages, 2):
@@ -126,6 +146,26 @@ def choose_tiling(
                     shared = activation_bytes + warps * used * n * row_bytes
                     per_block = 2 if limit == shared_half and per_sm > 4 * warps else 1
                     return Tiling(warps, used, n, shared, min(groups, launcher.sm_count * per_block))
+    return None
+
+
+def _in_flight_at_once(
+    launcher: Launcher, n_rows: int, row_bytes: int, activation_bytes: int, warps_divide: int
+) -> Tiling | None:
+    """One block a multiprocessor whose warps ask for all of its rows, two at a time, before they multiply any; few
+    warps with few registers leave room for the kernel behind. None for what is too long for that.
+    """
+    per_sm = -(-n_rows // launcher.sm_count)
+    rows = 2 if per_sm > 4 else 1
+    most = 16 if row_bytes > _LONG_ROW_BYTES else 12
+    for stages in (1, 2, 3):
+        warps = max(4, -(-per_sm // (rows * stages)))
+        if warps_divide and warps <= warps_divide // rows:
+            warps = warps_divide // rows
+        shared = activation_bytes + warps * stages * rows * row_bytes
+        fits = shared <= launcher.shared_bytes - _RESERVED_SHARED_BYTES
+        if warps <= most and fits and not warps_divide % (warps * rows):
+            return Tiling(warps, stages, rows, shared, min(-(-n_rows // rows), launcher.sm_count))
     return None
 
 
@@ -137,13 +177,15 @@ def gemv(
     *,
     norm: Norm | None = None,
     epilogue: Epilogue = STORE,
+    router: RouterCall | None = None,
     pdl: bool = True,
 ) -> None:
-    """Enqueue y_j = W_j x for 1..GEMV_TOKENS tokens; matrices of float and of quantised types go separately."""
+    """Enqueue y_j = W_j x for 1..GEMV_TOKENS tokens; matrices of float and of quantised types go separately.
+    `router`: one that rides along, for one token, one quantised matrix and an input with codes."""
     floats = [part for part in parts if is_float(part.matrix.type_id)]
     for group in (floats, [part for part in parts if part not in floats]):
         if group:
-            _gemv_group(launcher, group, source, n_tokens, norm, epilogue, pdl)
+            _gemv_group(launcher, group, source, n_tokens, norm, epilogue, pdl, router)
 
 
 def _gemv_group(
@@ -154,6 +196,7 @@ def _gemv_group(
     norm: Norm | None,
     epilogue: Epilogue,
     pdl: bool,
+    router: RouterCall | None = None,
 ) -> None:
     cols = parts[0].matrix.cols
     assert 1 <= len(parts) <= 3 and all(part.matrix.cols == cols for part in parts)
@@ -180,11 +223,18 @@ def _gemv_group(
         "STAGES": tiling.stages,
         "ROWS": tiling.rows,
         "PROLOGUE": prologue,
+        "HAS_BIAS": int(any(part.bias for part in parts)),
+        "HAS_SCALE": int(epilogue.scale != 0 or epilogue.softcap != 0),
         **{f"TYPE_{i}": part.matrix.type_id for i, part in enumerate(parts)},
     }
+    if router:
+        assert n_tokens == 1 and prologue == _QUANTISED
+        rows_per_block = -(-router.router.n_experts // tiling.blocks)
+        defines |= {"ROUTER_ROWS": rows_per_block, "ROUTER_COLS": parts[0].matrix.rows}
+    threads = 32 * (tiling.warps + (ROUTER_WARPS if router else 0))
     function = launcher.function("gemv.cu", "gemv", defines)
-    call = _call_struct(parts, source, norm, epilogue)
-    launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,), pdl)
+    call = _call_struct(parts, source, norm, epilogue, router)
+    launcher.launch(function, tiling.blocks, threads, tiling.shared_bytes, (call,), pdl)
 
 
 def _rows_at_once(launcher: Launcher, n_rows: int, n_tokens: int) -> int:
@@ -212,7 +262,9 @@ def _split_tokens(
 
 
 def _at_token(part: Part, token: int) -> Part:
-    return msgspec.structs.replace(part, output=part.output + token * part.output_stride * 4)
+    moved = token * part.output_stride * 4
+    residual = part.residual and part.residual + moved
+    return msgspec.structs.replace(part, output=part.output + moved, residual=residual)
 
 
 def rows_from(source: Activations, token: int, cols: int) -> Activations:
@@ -229,7 +281,11 @@ def rows_from(source: Activations, token: int, cols: int) -> Activations:
 
 
 def _call_struct(
-    parts: Sequence[Part], source: Activations, norm: Norm | None, epilogue: Epilogue
+    parts: Sequence[Part],
+    source: Activations,
+    norm: Norm | None,
+    epilogue: Epilogue,
+    router: RouterCall | None,
 ) -> _CallStruct:
     call = _CallStruct(
         codes=source.codes,
@@ -240,11 +296,13 @@ def _call_struct(
         norm_epsilon=norm.epsilon if norm else 0.0,
         scale=epilogue.scale,
         softcap=epilogue.softcap,
-        accumulate=int(epilogue.accumulate),
+        router=folded_struct(router),
     )
     for i, part in enumerate(parts):
-        matrix = part.matrix
-        call.parts[i] = _PartStruct(matrix.pointer, part.output, part.bias, matrix.rows, part.output_stride)
+        matrix, residual = part.matrix, (part.residual or part.output) if epilogue.accumulate else 0
+        call.parts[i] = _PartStruct(
+            matrix.pointer, part.output, residual, part.bias, matrix.rows, part.output_stride
+        )
     return call
 
 

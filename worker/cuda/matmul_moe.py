@@ -12,11 +12,12 @@ from ctypes import c_float, c_int, c_uint64
 
 import msgspec
 
-from worker.cuda.driver import Function, Launcher
+from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix
 from worker.cuda.matmul import Activations, Norm, Tiling, choose_tiling, rows_from, token_bytes
 
 _QUANTISED, _PLAIN, _NORMED = 0, 1, 2
+_HIDDEN_GROUP = 16  # rows that share a scale between the two kernels
 
 
 class Experts(msgspec.Struct, frozen=True):
@@ -43,27 +44,34 @@ DENSE = Chosen(0, 0)
 
 
 class RouterRule(msgspec.Struct, frozen=True):
-    """Experts still to be chosen, for one token: logits f32 [experts], bias f32 [experts] or 0."""
+    """Experts still to be chosen, for one token: logits f32 [experts], bias f32 [experts] or 0. `residual`: with a
+    folded router (no bias then) the row f32 [n_embd] by whose rms the logits are not divided yet, else 0."""
 
     logits: int
     bias: int = 0
     is_sigmoid: bool = False
     normalize: bool = True
     weights_scale: float = 1.0
+    residual: int = 0
+    epsilon: float = 0.0
 
 
 class _RuleStruct(ctypes.Structure):
     _fields_ = [
         ("logits", c_uint64),
+        ("residual", c_uint64),
         ("bias", c_uint64),
+        ("epsilon", c_float),
         ("weights_scale", c_float),
-        ("sigmoid", c_int),
-        ("normalise", c_int),
     ]
 
 
 class _RouterStruct(ctypes.Structure):
     _fields_ = [("ids", c_uint64), ("weights", c_uint64), ("rule", _RuleStruct)]
+
+
+class _HiddenStruct(ctypes.Structure):
+    _fields_ = [("codes", c_uint64), ("scales", c_uint64), ("sums", c_uint64)]
 
 
 class _GateUpStruct(ctypes.Structure):
@@ -73,14 +81,13 @@ class _GateUpStruct(ctypes.Structure):
         ("up", c_uint64),
         ("gate_expert_bytes", c_uint64),
         ("up_expert_bytes", c_uint64),
-        ("hidden", c_uint64),
+        ("hidden", _HiddenStruct),
         ("codes", c_uint64),
         ("scales", c_uint64),
         ("sums", c_uint64),
         ("values", c_uint64),
         ("norm", c_uint64),
         ("norm_epsilon", c_float),
-        ("rows", c_int),
     ]
 
 
@@ -89,20 +96,23 @@ class _DownStruct(ctypes.Structure):
         ("router", _RouterStruct),
         ("down", c_uint64),
         ("expert_bytes", c_uint64),
-        ("hidden", c_uint64),
-        ("codes", c_uint64),
-        ("scales", c_uint64),
-        ("sums", c_uint64),
+        ("hidden", _HiddenStruct),
+        ("residual", c_uint64),
         ("output", c_uint64),
-        ("rows", c_int),
         ("output_stride", c_int),
-        ("accumulate", c_int),
     ]
 
 
 def hidden_bytes(experts: Experts, n_tokens: int) -> int:
     """Size of the `hidden` buffer of `moe_decode`."""
-    return n_tokens * experts.n_used * experts.gate.rows * 4
+    count = n_tokens * experts.n_used * experts.gate.rows
+    return count + 2 * 4 * (count // _HIDDEN_GROUP)
+
+
+def _hidden_struct(experts: Experts, n_tokens: int, hidden: int) -> _HiddenStruct:
+    count = n_tokens * experts.n_used * experts.gate.rows
+    scales = hidden + count
+    return _HiddenStruct(hidden, scales, scales + 4 * (count // _HIDDEN_GROUP))
 
 
 def moe_decode(
@@ -120,15 +130,16 @@ def moe_decode(
 ) -> None:
     """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source`; `hidden` is scratch of hidden_bytes.
 
-    Types must be quantised. The first of the two kernels is not launched early in a mixture: until the router has
-    spoken it has nothing to fetch, and its blocks would only take room.
+    With a folded router the output is not read: the sum is added to `choice.residual`.
+    Types must be quantised. The first of the two kernels hesitates to start early in a mixture: until the router has
+    spoken it has nothing to fetch, and its blocks take room.
     """
     assert n_tokens == 1 or isinstance(choice, Chosen)
     if not _fits(launcher, experts, n_tokens):
         assert isinstance(choice, Chosen) and n_tokens > 1, "an expert does not fit into shared memory"
         _halves(launcher, experts, choice, source, n_tokens, hidden, output, accumulate, pdl)
         return
-    _gate_up(launcher, experts, choice, source, n_tokens, hidden, norm, pdl and experts.gate.experts == 1)
+    _gate_up(launcher, experts, choice, source, n_tokens, hidden, norm, pdl)
     _down(launcher, experts, choice, n_tokens, hidden, output, accumulate, pdl)
 
 
@@ -172,51 +183,58 @@ def _fits(launcher: Launcher, experts: Experts, n_tokens: int) -> bool:
 def _gate_up_tiling(launcher: Launcher, experts: Experts, n_tokens: int) -> Tiling | None:
     row_bytes = experts.gate.row_bytes + experts.up.row_bytes
     n_rows = n_tokens * experts.n_used * experts.gate.rows
+    activation_bytes = n_tokens * token_bytes(experts.gate.cols, False)
     return choose_tiling(
-        launcher, n_rows, row_bytes, n_tokens * token_bytes(experts.gate.cols, False), 1, n_tokens
+        launcher, n_rows, row_bytes, activation_bytes, 1, n_tokens, warps_divide=_HIDDEN_GROUP
     )
 
 
 def _down_tiling(launcher: Launcher, experts: Experts, n_tokens: int) -> Tiling | None:
     row_bytes = experts.n_used * experts.down.row_bytes
-    activation_bytes = n_tokens * experts.n_used * token_bytes(experts.down.cols, False)
+    activation_bytes = n_tokens * experts.n_used * _fine_token_bytes(experts.down.cols)
     return choose_tiling(launcher, n_tokens * experts.down.rows, row_bytes, activation_bytes, 1, n_tokens)
 
 
-def _function(
-    launcher: Launcher,
-    name: str,
-    experts: Experts,
-    choice: Chosen | RouterRule,
-    n_tokens: int,
-    tiling: Tiling,
-    prologue: int,
-) -> Function:
-    is_gate_up = name == "gate_up"
+def _fine_token_bytes(cols: int) -> int:
+    """Shared memory of one token's activations with a scale per 16 columns (activations.cuh)."""
+    return -(-(-(-cols // 64) * 88) // 16) * 16
+
+
+def _rounds(experts: Experts, n_tokens: int, tiling: Tiling) -> int:
+    """Tiles of a block of the first kernel."""
+    tile = max(_HIDDEN_GROUP, tiling.warps * tiling.rows)
+    return -(-n_tokens * experts.n_used * -(-experts.gate.rows // tile) // tiling.blocks)
+
+
+def _defines(
+    matrix: GpuMatrix, experts: Experts, choice: Chosen | RouterRule, n_tokens: int, tiling: Tiling
+) -> dict[str, int | float | str]:
+    """What both kernels are told (moe.cuh)."""
     defines: dict[str, int | float | str] = {
-        "COLS": experts.gate.cols if is_gate_up else experts.down.cols,
-        "TYPE_0": experts.gate.type_id if is_gate_up else experts.down.type_id,
-        "TYPE_1": experts.up.type_id if is_gate_up else experts.down.type_id,
+        "COLS": matrix.cols,
+        "MATRIX_ROWS": matrix.rows,
+        "TYPE_0": matrix.type_id,
         "TOKENS": n_tokens,
         "N_EXPERTS": experts.gate.experts,
         "N_USED": experts.n_used,
         "WARPS": tiling.warps,
         "STAGES": tiling.stages,
         "ROWS": tiling.rows,
-        "ACTIVATION": experts.activation,
-        "PROLOGUE": prologue,
         "CHOOSE": int(isinstance(choice, RouterRule)),
-        "CHOOSE_EARLY": int(isinstance(choice, RouterRule) and not is_gate_up),
     }
-    return launcher.function(f"moe_{name}.cu", name, defines)
+    if isinstance(choice, RouterRule):
+        defines |= {
+            "SIGMOID": int(choice.is_sigmoid),
+            "BIASED": int(choice.bias != 0),
+            "NORMALISED": int(choice.normalize),
+        }
+    return defines
 
 
 def _router_struct(choice: Chosen | RouterRule) -> _RouterStruct:
     if isinstance(choice, Chosen):
         return _RouterStruct(ids=choice.ids, weights=choice.weights)
-    rule = _RuleStruct(
-        choice.logits, choice.bias, choice.weights_scale, int(choice.is_sigmoid), int(choice.normalize)
-    )
+    rule = _RuleStruct(choice.logits, choice.residual, choice.bias, choice.epsilon, choice.weights_scale)
     return _RouterStruct(rule=rule)
 
 
@@ -244,23 +262,29 @@ def _gate_up(
     tiling = _gate_up_tiling(launcher, experts, n_tokens)
     assert tiling is not None
     prologue = _NORMED if norm else _QUANTISED if source.codes else _PLAIN
-    function = _function(launcher, "gate_up", experts, choice, n_tokens, tiling, prologue)
+    defines = _defines(experts.gate, experts, choice, n_tokens, tiling) | {
+        "TYPE_1": experts.up.type_id,
+        "ACTIVATION": experts.activation,
+        "PROLOGUE": prologue,
+        "ROUNDS": _rounds(experts, n_tokens, tiling),
+    }
+    function = launcher.function("moe_gate_up.cu", "gate_up", defines)
     call = _GateUpStruct(
         router=_router_struct(choice),
         gate=experts.gate.pointer,
         up=experts.up.pointer,
         gate_expert_bytes=experts.gate.expert_bytes,
         up_expert_bytes=experts.up.expert_bytes,
-        hidden=hidden,
+        hidden=_hidden_struct(experts, n_tokens, hidden),
         codes=source.codes,
         scales=source.scales,
         sums=source.sums,
         values=source.values,
         norm=norm.weights if norm else 0,
         norm_epsilon=norm.epsilon if norm else 0.0,
-        rows=experts.gate.rows,
     )
-    launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,), pdl)
+    block, hesitant = tiling.warps * 32, experts.gate.experts > 1
+    launcher.launch(function, tiling.blocks, block, tiling.shared_bytes, (call,), pdl, hesitant=hesitant)
 
 
 def _down(
@@ -275,15 +299,18 @@ def _down(
 ) -> None:
     tiling = _down_tiling(launcher, experts, n_tokens)
     assert tiling is not None
-    function = _function(launcher, "down", experts, choice, n_tokens, tiling, _PLAIN)
+    chooses = isinstance(choice, RouterRule)
+    residual = choice.residual if isinstance(choice, RouterRule) and choice.residual else output
+    own = {"CHOOSE_EARLY": int(chooses), "FOLDED": int(residual != output)}
+    defines = _defines(experts.down, experts, choice, n_tokens, tiling) | own
+    function = launcher.function("moe_down.cu", "down", defines)
     call = _DownStruct(
         router=_router_struct(choice),
         down=experts.down.pointer,
         expert_bytes=experts.down.expert_bytes,
-        hidden=hidden,
+        hidden=_hidden_struct(experts, n_tokens, hidden),
+        residual=residual if accumulate else 0,
         output=output,
-        rows=experts.down.rows,
         output_stride=experts.down.rows,
-        accumulate=int(accumulate),
     )
     launcher.launch(function, tiling.blocks, tiling.warps * 32, tiling.shared_bytes, (call,), pdl)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from worker.cuda import linear
 from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix
-from worker.cuda.matmul import Activations, Epilogue, Norm, Part
+from worker.cuda.fusion import folded_routers
+from worker.cuda.matmul import Activations, Epilogue, Norm, Part, gemv
 from worker.cuda.matmul_moe import Chosen, Experts, RouterRule, router_logits
 from worker.cuda.memory import aligned
 from worker.cuda.prefill import Blas, matrix_halves_bytes
+from worker.cuda.router_fold import FoldedRouter, RouterCall, can_fold, fold_router, folded_bytes
 from worker.cuda.values import Rows
 from worker.model.types import BY_NAME
 from worker.ops.oplist import OpKind, OpList
@@ -25,11 +29,14 @@ def matrix_shape(oplist: OpList, index: int) -> GpuMatrix:
 
 
 class Products:
-    """`pdl`: kernels may start while the one in front of them ends. `blas`: None where there is no cuBLAS."""
+    """`pdl`: kernels may start while the one in front of them ends. `blas`: None where there is no cuBLAS.
 
-    def __init__(self, launcher: Launcher, blas: Blas | None, pdl: bool) -> None:
-        self._launcher, self._blas, self._pdl = launcher, blas, pdl
-        self._scratch = self._logits = self._logits_bytes = 0
+    `folds`: routers may become a part of the product in front of them."""
+
+    def __init__(self, launcher: Launcher, blas: Blas | None, pdl: bool, folds: bool) -> None:
+        self._launcher, self._blas, self._pdl, self._folds = launcher, blas, pdl, folds
+        self._logits_bytes = self._row_bytes = self._folded_bytes = 0  # of one token, for mixtures
+        self._logits = self._row = self._folded_rows = self._scratch = 0
 
     def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:
         """Of the largest product of a step of up to so many rows."""
@@ -40,8 +47,22 @@ class Products:
                 matrices = tuple(matrix_shape(oplist, index) for index in op.weights)
                 shapes.add((op.kind, matrices, rows, op.ints[1]))
         routed = max((op.ints[0] for op in oplist.ops if op.kind == OpKind.ROUTER), default=0)
-        self._logits_bytes = aligned(4 * routed)
-        return self._logits_bytes + max((self._shape_bytes(*shape) for shape in shapes), default=0)
+        added = max(
+            (oplist.buffers[op.outputs[0]].width for op in oplist.ops if op.kind == OpKind.MOE), default=0
+        )
+        self._logits_bytes, self._row_bytes = aligned(4 * routed), aligned(4 * added)
+        self._folded_bytes = sum(self._folded_sizes(oplist))
+        own = self._logits_bytes + self._row_bytes + self._folded_bytes
+        return own + max((self._shape_bytes(*shape) for shape in shapes), default=0)
+
+    def _folded_sizes(self, oplist: OpList) -> Iterator[int]:
+        for product, router in folded_routers(oplist).items():
+            matrix, rows = (matrix_shape(oplist, oplist.ops[at].weights[0]) for at in (product, router))
+            if self._can_fold(matrix, rows):
+                yield aligned(folded_bytes(matrix, rows.rows))
+
+    def _can_fold(self, matrix: GpuMatrix, router: GpuMatrix) -> bool:
+        return self._folds and can_fold(matrix, router, self._launcher.sm_count)
 
     def _shape_bytes(self, kind: OpKind, matrices: tuple[GpuMatrix, ...], rows: int, n_used: int) -> int:
         if kind == OpKind.MOE:
@@ -54,8 +75,42 @@ class Products:
         return linear.linear_workspace_bytes(parts, rows)
 
     def use_scratch(self, address: int) -> None:
-        """After `scratch_bytes`; router logits of one token stand in front."""
-        self._logits, self._scratch = address, address + self._logits_bytes
+        """After `scratch_bytes`; logits and the residual row of one token and folded routers stand in front."""
+        self._logits, self._row = address, address + self._logits_bytes
+        self._folded_rows = self._row + self._row_bytes
+        self._scratch = self._folded_rows + self._folded_bytes
+
+    def fold_router(self, matrix: GpuMatrix, router: GpuMatrix, norm: int) -> FoldedRouter | None:
+        """The rows go to the next place among those that `scratch_bytes` counted."""
+        if not self._can_fold(matrix, router):
+            return None
+        rows = self._folded_rows
+        self._folded_rows += aligned(folded_bytes(matrix, router.rows))
+        return fold_router(self._launcher, matrix, router, norm, rows)
+
+    def routed_linear(
+        self,
+        source: Rows,
+        matrix: GpuMatrix,
+        out: Rows,
+        folded: FoldedRouter,
+        gating: int,
+        normalize: bool,
+        scale: float,
+        epsilon: float,
+    ) -> RouterRule:
+        """For one token: `out` plus the product goes to a row of its own, because all blocks still read `out` for the
+        router; the mixture's sum brings it back."""
+        gemv(
+            self._launcher,
+            [Part(matrix, self._row, matrix.rows, residual=out.values)],
+            _activations(source, 1),
+            1,
+            epilogue=Epilogue(accumulate=True),
+            router=RouterCall(folded, out.values, self._logits),
+            pdl=self._pdl,
+        )
+        return RouterRule(self._logits, 0, gating == 1, normalize, scale, self._row, epsilon)
 
     def _blas_for(self, matrices: tuple[GpuMatrix, ...]) -> Blas | None:
         fits = all(matrix_halves_bytes(matrix) <= MOST_HALVES_BYTES for matrix in matrices)
@@ -137,7 +192,7 @@ class Products:
             self._launcher,
             Experts(*stacks, n_used, activation),
             rule,
-            _activations(source, 1),
+            Activations(rule.residual) if rule.residual else _activations(source, 1),
             1,
             out.values,
             self._scratch,

@@ -156,44 +156,66 @@ INLINE u32 unit_codes(const RawUnit& raw, int j) {
   return codes;
 }
 
-// 8-bit activations of the 64 columns of a unit: codes, and per 32 columns scale and scale * sum of the codes
-struct UnitActivations {
+// 8-bit activations of the 64 columns of a unit: codes, a scale per 32 columns or, FINE, per 16, and per 32 columns
+// scale * sum of the codes.
+template <bool FINE>
+struct Activations {
   int4 codes[4];
-  float2 scales;
+  float scales[FINE ? 4 : 2];
   float2 sums;
+  INLINE float scale(int group) const { return scales[FINE ? group : group >> 1]; }  // of 16 columns
 };
 
-INLINE int dot4(u32 weights, int activations, int sum) { return __dp4a((int)weights, activations, sum); }
-
-// The dot product of one unit with one token's activations.
+// Codes for unit_dot: as unit_codes, but the high nibbles of types with a minimum stay in place, 16 times too large.
 template <int TYPE>
-INLINE float unit_dot(const u32 (&codes)[16], const Scales& w, const UnitActivations& x) {
+constexpr bool KEEPS_HIGH = TYPE == T_Q4_K || TYPE == T_Q4_1;
+template <int TYPE>
+INLINE u32 dot_codes(const RawUnit& raw, int j) {
+  if (KEEPS_HIGH<TYPE> && j >= 8) return word_of(raw.low[(j >> 2) & 1], j & 3) & 0xf0f0f0f0;
+  return unit_codes<TYPE>(raw, j);
+}
+
+template <int TYPE>
+INLINE int dot4(u32 weights, int activations, int sum) {
+  if (Format<TYPE>::HAS_MINIMUM) return dot4_unsigned(weights, activations, sum);
+  return __dp4a((int)weights, activations, sum);
+}
+
+// The dot product of one unit (dot_codes) with one token's activations.
+template <int TYPE, bool FINE>
+INLINE float unit_dot(const u32 (&codes)[16], const Scales& w, const Activations<FINE>& x) {
   using F = Format<TYPE>;
+  constexpr float HIGH = KEEPS_HIGH<TYPE> ? 1 / 16.f : 1.f;
   float sum = 0;
-  int group_dots[4];
+  int dots[4];
 #pragma unroll
   for (int g = 0; g < 4; g++) {
-    int d = dot4(codes[4 * g], x.codes[g].x, 0);
-    d = dot4(codes[4 * g + 1], x.codes[g].y, d);
-    d = dot4(codes[4 * g + 2], x.codes[g].z, d);
-    group_dots[g] = dot4(codes[4 * g + 3], x.codes[g].w, d);
+    int d = dot4<TYPE>(codes[4 * g], x.codes[g].x, 0);
+    d = dot4<TYPE>(codes[4 * g + 1], x.codes[g].y, d);
+    d = dot4<TYPE>(codes[4 * g + 2], x.codes[g].z, d);
+    dots[g] = dot4<TYPE>(codes[4 * g + 3], x.codes[g].w, d);
   }
-  if (F::N_GROUPS == 2) {
-    sum += w.scale[0] * x.scales.x * (float)(group_dots[0] + group_dots[1]);
-    sum += w.scale[1] * x.scales.y * (float)(group_dots[2] + group_dots[3]);
-    if (F::HAS_MINIMUM) sum -= w.minimum[0] * x.sums.x + w.minimum[1] * x.sums.y;
-    return sum;
-  }
-  sum += x.scales.x * (w.scale[0] * (float)group_dots[0] + w.scale[1] * (float)group_dots[1]);
-  sum += x.scales.y * (w.scale[2] * (float)group_dots[2] + w.scale[3] * (float)group_dots[3]);
-  if (!F::HAS_MINIMUM) return sum;
+  if (F::N_GROUPS == 2 && !FINE) {
+    sum += w.scale[0] * x.scale(0) * (float)(dots[0] + dots[1]);
+    sum += w.scale[1] * (x.scale(2) * HIGH) * (float)(dots[2] + dots[3]);
+  } else if (F::N_GROUPS == 2) {
+    sum += w.scale[0] * (x.scale(0) * (float)dots[0] + x.scale(1) * (float)dots[1]);
+    sum += w.scale[1] * (x.scale(2) * HIGH * (float)dots[2] + x.scale(3) * HIGH * (float)dots[3]);
+  } else {
 #pragma unroll
-  for (int g = 0; g < 4; g++) {  // sums of halves are not stored: a product with ones
-    int d = dot4(0x01010101, x.codes[g].x, 0);
-    d = dot4(0x01010101, x.codes[g].y, d);
-    d = dot4(0x01010101, x.codes[g].z, d);
-    d = dot4(0x01010101, x.codes[g].w, d);
-    sum -= w.minimum[g] * (g < 2 ? x.scales.x : x.scales.y) * (float)d;
+    for (int g = 0; g < 4; g++) sum += w.scale[g] * x.scale(g) * (float)dots[g];
+  }
+  if (F::HAS_MINIMUM && F::N_GROUPS == 2) {
+    sum -= w.minimum[0] * x.sums.x + w.minimum[1] * x.sums.y;
+  } else if (F::HAS_MINIMUM) {
+#pragma unroll
+    for (int g = 0; g < 4; g++) {  // sums of halves are not stored: a product with ones
+      int d = dot4<TYPE>(0x01010101, x.codes[g].x, 0);
+      d = dot4<TYPE>(0x01010101, x.codes[g].y, d);
+      d = dot4<TYPE>(0x01010101, x.codes[g].z, d);
+      d = dot4<TYPE>(0x01010101, x.codes[g].w, d);
+      sum -= w.minimum[g] * x.scale(g) * (float)d;
+    }
   }
   return sum;
 }

@@ -1,91 +1,106 @@
-// The choice of experts of one token by a block, from router logits: the definition of `choose_experts` in
+// The choice of experts of one token by a warp, from router logits: the definition of `choose_experts` in
 // worker/ops/reference.py, best first, equal scores to the lower id.
 #pragma once
 #include "common.cuh"
 
+#ifndef SIGMOID
+#define SIGMOID 0     // gating; else softmax
+#define BIASED 0      // a bias steers the choice
+#define NORMALISED 1  // the weights of the chosen sum to weights_scale
+#endif
+
 struct RouterRule {
   const float* logits;
-  const float* bias;  // steers the choice; or null
+  const float* residual;  // with FOLDED: the row whose 1 / rms the logits still lack; not BIASED then
+  const float* bias;
+  float epsilon;  // of that rms
   float weights_scale;
-  int sigmoid;  // else softmax
-  int normalise;
 };
 
-template <int EXPERT_COUNT>
-struct ChoiceMemory {
-  float scores[EXPERT_COUNT];  // logits, or their sigmoids
-  int keys[EXPERT_COUNT];      // what ranks them, as integers of the same order
-};
-
+constexpr int INT_LEAST = -2147483647 - 1;
+// Integers of the same order as the floats, above INT_LEAST for everything, not a number included.
 INLINE int ordered_key(float value) {
   int bits = __float_as_int(value);
-  return bits ^ ((bits >> 31) & 0x7fffffff);
+  return max(bits ^ ((bits >> 31) & 0x7fffffff), INT_LEAST + 1);
 }
 
-// Largest logit and the sum of exponentials above it, in every lane of a warp.
-template <int EXPERT_COUNT>
-INLINE void softmax_mass(const ChoiceMemory<EXPERT_COUNT>& memory, float& top, float& total) {
-  top = -1e30f, total = 0;
-  for (int e = lane_id(); e < EXPERT_COUNT; e += 32) top = fmaxf(top, memory.scores[e]);
-  top = warp_max(top);
-  for (int e = lane_id(); e < EXPERT_COUNT; e += 32) total += __expf(memory.scores[e] - top);
-  total = warp_sum(total);
-}
+INLINE float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 
-// Weights of the chosen, by the first USED_COUNT threads.
+// A warp's choice, without help of others: lane l looks at the experts l * PER_LANE and those after it.
 template <int EXPERT_COUNT, int USED_COUNT>
-INLINE void choice_weights(const ChoiceMemory<EXPERT_COUNT>& memory, const int* ids, float* weights,
-                           const RouterRule& rule) {
-  float top = 0, total = 1, sum = 0, own = 0;
-  if (!rule.sigmoid && rule.normalise) top = memory.scores[ids[0]];
-  if (!rule.sigmoid && (rule.bias || !rule.normalise)) softmax_mass(memory, top, total);
-  if (threadIdx.x >= USED_COUNT) return;
-#pragma unroll
-  for (int k = 0; k < USED_COUNT; k++) {
-    float score = memory.scores[ids[k]];
-    if (!rule.sigmoid) score = __expf(score - top);
-    sum += score;
-    if (k == (int)threadIdx.x) own = score;
-  }
-  weights[threadIdx.x] = own / (rule.normalise ? sum : total) * rule.weights_scale;
-}
+struct WarpChoice {
+  static constexpr int PER_LANE = (EXPERT_COUNT + 31) / 32;
+  static_assert(USED_COUNT <= 32, "a lane for each chosen expert");
+  float logits[PER_LANE];
+  int keys[PER_LANE];
+  int id;       // of lane k: the k-th best expert
+  float logit;  // and its logit
 
-// Fills ids [USED_COUNT] and, if not null, weights, in shared memory; the whole block calls, and must not have used
-// `memory` since a barrier. Ends with a barrier.
-template <int EXPERT_COUNT, int USED_COUNT, int N_THREADS>
-INLINE void choose_experts(ChoiceMemory<EXPERT_COUNT>& memory, int* ids, float* weights, const RouterRule& rule) {
-  constexpr int SPLIT = 4;  // threads that count for one expert
-  for (int e = threadIdx.x; e < EXPERT_COUNT; e += N_THREADS) {
-    float score = load_fresh(rule.logits + e);
-    if (rule.sigmoid) score = 1.f / (1.f + __expf(-score));
-    memory.scores[e] = score;
-    memory.keys[e] = ordered_key(score);
-  }
-  __syncthreads();
-  if (rule.bias) {
-    float top, total;
-    softmax_mass(memory, top, total);
-    for (int e = threadIdx.x; e < EXPERT_COUNT; e += N_THREADS) {
-      float score = rule.sigmoid ? memory.scores[e] : __expf(memory.scores[e] - top) / total;
-      memory.keys[e] = ordered_key(score + rule.bias[e]);
-    }
-    __syncthreads();
-  }
+  INLINE static int expert(int i) { return lane_id() * PER_LANE + i; }
+
+  INLINE void load(const float* source) {
+    constexpr int STEP = PER_LANE % 4 == 0 && EXPERT_COUNT % 4 == 0 ? 4 : 1;
 #pragma unroll
-  for (int base = 0; base < EXPERT_COUNT * SPLIT; base += N_THREADS) {
-    int e = (base + threadIdx.x) / SPLIT, rank = 0;
-    int key = e < EXPERT_COUNT ? memory.keys[e] : 0;
-#pragma unroll 8
-    for (int j = threadIdx.x % SPLIT; j < EXPERT_COUNT; j += SPLIT) {
-      int other = memory.keys[j];
-      rank += other > key || (other == key && j < e);
+    for (int i = 0; i < PER_LANE; i += STEP) {
+      float4 v = make_float4(0, 0, 0, 0);
+      if (expert(i) < EXPERT_COUNT) {
+        if constexpr (STEP == 4) v = load_fresh4(source + expert(i));
+        else v.x = load_fresh(source + expert(i));
+      }
+      logits[i] = v.x;
+      if constexpr (STEP == 4) logits[i + 1] = v.y, logits[i + 2] = v.z, logits[i + 3] = v.w;
     }
-    rank += __shfl_xor_sync(FULL_WARP, rank, 1);
-    rank += __shfl_xor_sync(FULL_WARP, rank, 2);
-    if (e < EXPERT_COUNT && rank < USED_COUNT && threadIdx.x % SPLIT == 0) ids[rank] = e;
   }
-  __syncthreads();
-  if (!weights) return;
-  if (threadIdx.x < 32) choice_weights<EXPERT_COUNT, USED_COUNT>(memory, ids, weights, rule);
-  __syncthreads();
-}
+
+  // Largest logit and the sum of exponentials above it.
+  INLINE void softmax_mass(float logit_scale, float& top, float& total) const {
+    top = -1e30f, total = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+      if (expert(i) < EXPERT_COUNT) top = fmaxf(top, logits[i]);
+    top = warp_max(top);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+      if (expert(i) < EXPERT_COUNT) total += __expf((logits[i] - top) * logit_scale);
+    total = warp_sum(total);
+  }
+
+  INLINE void rank(const RouterRule& rule) {
+    float top = 0, total = 1;
+    if (BIASED && !SIGMOID) softmax_mass(1.f, top, total);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      float score = logits[i];  // unless BIASED the logits themselves rank
+      if (BIASED && expert(i) < EXPERT_COUNT)
+        score = (SIGMOID ? sigmoid(score) : __expf(score - top) / total) + rule.bias[expert(i)];
+      keys[i] = expert(i) < EXPERT_COUNT ? ordered_key(score) : INT_LEAST;
+    }
+  }
+
+  // Best first, equal scores to the lower id.
+  INLINE void choose() {
+#pragma unroll 1  // code is fetched anew in every launch
+    for (int k = 0; k < USED_COUNT; k++) {
+      int best = keys[0], at = 0;
+      float value = logits[0];
+#pragma unroll
+      for (int i = 1; i < PER_LANE; i++)
+        if (keys[i] > best) best = keys[i], at = i, value = logits[i];
+      const int winner = __ffs((int)__ballot_sync(FULL_WARP, best == warp_max(best))) - 1;
+      const int chosen = __shfl_sync(FULL_WARP, expert(at), winner);
+      const float its = __shfl_sync(FULL_WARP, value, winner);
+      if ((int)lane_id() == k) id = chosen, logit = its;
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++)
+        if (expert(i) == chosen) keys[i] = INT_LEAST;
+    }
+  }
+
+  // Of lane k: the weight of the k-th best; `logit_scale` is what the logits lack.
+  INLINE float weight(const RouterRule& rule, float logit_scale) const {
+    float top = __shfl_sync(FULL_WARP, logit, 0), total = 1, own = 0;
+    if (!SIGMOID && (BIASED || !NORMALISED)) softmax_mass(logit_scale, top, total);
+    if (lane_id() < USED_COUNT) own = SIGMOID ? sigmoid(logit * logit_scale) : __expf((logit - top) * logit_scale);
+    return own * __fdividef(rule.weights_scale, NORMALISED ? warp_sum(own) : total);
+  }
+};

@@ -26,24 +26,44 @@ def _repack_variants() -> Iterator[Variant]:
 
 
 def _gemv_variants() -> Iterator[Variant]:
-    shape = {"COLS": 512, "WARPS": 8, "STAGES": 2, "ROWS": 1}
+    shape = {"COLS": 512, "WARPS": 8, "STAGES": 2, "ROWS": 1, "HAS_BIAS": 1, "HAS_SCALE": 0}
     for kind in _FLOATS:
         yield "gemv.cu", {**shape, "TYPE_0": kind, "N_PARTS": 1, "TOKENS": 2, "PROLOGUE": 1}
     for kind in _QUANTISED:
         yield "gemv.cu", {**shape, "TYPE_0": kind, "N_PARTS": 1, "TOKENS": 1, "PROLOGUE": 2}
     mixed = {"TYPE_0": 12, "TYPE_1": 12, "TYPE_2": 14, "N_PARTS": 3}
-    yield "gemv.cu", {**shape, **mixed, "TOKENS": 8, "ROWS": 2, "PROLOGUE": 0}
+    yield "gemv.cu", {**shape, **mixed, "TOKENS": 8, "ROWS": 2, "PROLOGUE": 0, "HAS_SCALE": 1}
     yield "gemv.cu", {**shape, **mixed, "TOKENS": 1, "PROLOGUE": 1}
+    routed = {"TYPE_0": 12, "N_PARTS": 1, "TOKENS": 1, "PROLOGUE": 0, "ROUTER_ROWS": 2, "ROUTER_COLS": 512}
+    yield "gemv.cu", {**shape, **routed}
 
 
 def _moe_variants() -> Iterator[Variant]:
+    for kind in _QUANTISED:
+        yield "router_fold.cu", {"WEIGHT_TYPE": kind, "COLS": 512, "ROUTER_TYPE": _FLOATS[kind % 3]}
     for kind in _FLOATS:
         yield "moe_logits.cu", {"COLS": 512, "WEIGHT_TYPE": kind, "WARPS": 2}
-    shape = {"COLS": 512, "WARPS": 8, "STAGES": 1, "ROWS": 1, "N_EXPERTS": 8, "N_USED": 2, "TYPE_0": 12}
-    for activation, tokens, choose, prologue in ((0, 1, 1, 2), (1, 4, 0, 0)):
+    shape = {
+        "COLS": 512,
+        "MATRIX_ROWS": 512,
+        "WARPS": 8,
+        "STAGES": 1,
+        "ROWS": 1,
+        "N_EXPERTS": 8,
+        "N_USED": 2,
+        "TYPE_0": 12,
+    }
+    for activation, tokens, choose, prologue, biased in ((0, 1, 1, 2, 0), (1, 1, 1, 2, 1), (1, 4, 0, 0, 0)):
         common = {"ACTIVATION": activation, "TOKENS": tokens, "CHOOSE": choose, "CHOOSE_EARLY": choose}
-        yield "moe_gate_up.cu", {**shape, **common, "TYPE_1": 12, "PROLOGUE": prologue}
-        yield "moe_down.cu", {**shape, **common, "PROLOGUE": 1 - tokens // 4, "TYPE_0": 14}
+        common |= {
+            "FOLDED": choose - biased,
+            "SIGMOID": activation,
+            "BIASED": biased,
+            "NORMALISED": 1 - biased,
+        }
+        gated = {"TYPE_1": 12, "PROLOGUE": prologue, "ROUNDS": 3}
+        yield "moe_gate_up.cu", {**shape, **common, **gated}
+        yield "moe_down.cu", {**shape, **common, "TYPE_0": 14}
 
 
 def _element_variants() -> Iterator[Variant]:

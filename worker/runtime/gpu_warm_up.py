@@ -12,7 +12,7 @@ from worker.cuda.driver import Launcher
 from worker.cuda.gpu_step import BUCKETS
 from worker.cuda.model import DeviceModel
 from worker.cuda.tuned import apply_settings, load_settings, store_settings, tuned_file
-from worker.cuda.tuning import graph_s, log_breakdown, tune_edges
+from worker.cuda.tuning import graph_s, log_breakdown, tune_placement
 from worker.cuda.values import StepShape
 from worker.ops.batch import PAGE_TOKENS
 from worker.ops.traffic import weight_bytes_per_token
@@ -83,7 +83,7 @@ def _enqueue_all(model: DeviceModel, shapes: list[StepShape]) -> None:
 
 
 def _tune(executor: Warmed) -> None:
-    """Try the edges of the decode graph at TUNED_CONTEXT_TOKENS."""
+    """Try where the kernels of the decode graph at TUNED_CONTEXT_TOKENS start and lie."""
     model = executor.models[0]
     launcher = getattr(model.kernels, "launcher", None)
     if launcher is None or not launcher.has_dependent_launch:
@@ -110,6 +110,6 @@ def _tuned_graph_s(model: DeviceModel, launcher: Launcher, enqueue: Callable[[],
         seconds = graph_s(model.device, enqueue)
         if known.is_confirmed_by(seconds):
             return seconds
-    token_s = tune_edges(model.device, launcher, enqueue)
+    token_s = tune_placement(model.device, launcher, enqueue)
     store_settings(file, functions, token_s)
     return token_s

@@ -67,6 +67,10 @@ inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; i++) c += (int)(i8)(a >> 8 * i) * (int)(i8)(b >> 8 * i);
   return c;
 }
+inline int dot4_unsigned(u32 a, int b, int c) {
+  for (int i = 0; i < 4; i++) c += (int)(u8)(a >> 8 * i) * (int)(i8)(b >> 8 * i);
+  return c;
+}
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   u64 bytes = (u64)b << 32 | a;
   u32 out = 0;
@@ -127,6 +131,12 @@ inline u32 __ballot_sync(u32, int predicate) {
 
 inline u32 lane_id() { return threadIdx.x & 31; }
 inline u32 warp_id() { return threadIdx.x >> 5; }
+template <int COUNT, int N_THREADS>
+constexpr int SHARES = (COUNT + N_THREADS - 1) / N_THREADS;
+template <int N_THREADS>
+int shared_out(int i) {
+  return (int)threadIdx.x + i * N_THREADS;
+}
 
 inline float half_to_float(u16 bits) { return (float)same_bits<_Float16>(bits); }
 inline u16 float_to_half(float value) { return same_bits<u16>((_Float16)value); }
@@ -141,7 +151,6 @@ inline u32 half2_fma(u32 a, u32 b, u32 c) {
 }
 
 inline uint4 load_once(const void* address) { return *(const uint4*)address; }
-inline uint4 load_shared16(const void* address) { return *(const uint4*)address; }
 inline float load_fresh(const float* address) { return *address; }
 inline float4 load_fresh4(const float* address) { return *(const float4*)address; }
 
@@ -158,6 +167,30 @@ inline int warp_sum_int(int value) {
   for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(FULL_WARP, value, step);
   return value;
 }
+inline int warp_max(int value) {
+  for (int step = 16; step; step >>= 1) value = std::max(value, __shfl_xor_sync(FULL_WARP, value, step));
+  return value;
+}
+template <int ID, int COUNT>
+void meet_threads() {
+  static simt::Rendezvous barrier;
+  barrier.alive = COUNT;
+  simt::meet(barrier);
+}
+template <int N>
+float warp_sums(float (&values)[N]) {
+  int step = 16;
+  for (int half = N / 2; half; half >>= 1, step >>= 1) {
+    bool upper = lane_id() & step;
+    for (int i = 0; i < half; i++) {
+      float given = upper ? values[i] : values[half + i], kept = upper ? values[half + i] : values[i];
+      values[i] = kept + __shfl_xor_sync(FULL_WARP, given, step);
+    }
+  }
+  float sum = values[0];
+  for (; step; step >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, step);
+  return sum;
+}
 template <int THREADS>
 float block_sum(float value, float* scratch) {
   value = warp_sum(value);
@@ -173,10 +206,14 @@ inline void ring_expect(u64*, u32) {}
 inline void ring_copy(void* target, const void* source, u32 bytes, u64*) {
   for (u32 i = lane_id() * 16; i < bytes; i += 512) std::memcpy((u8*)target + i, (const u8*)source + i, 16);
 }
+inline void ring_copy_each(void* target, const void* source, u32 bytes, u64* barrier, int n) {
+  for (int i = 0; i < n; i++)
+    ring_copy((void*)__shfl_sync(FULL_WARP, (u64)target, i), (const void*)__shfl_sync(FULL_WARP, (u64)source, i), bytes,
+              barrier);
+}
 inline void ring_commit() {}
 template <int PENDING>
 void ring_wait(u64*, u32) { __syncwarp(); }
-inline void ring_wait_all(u64*, int) { __syncthreads(); }
 inline void copy_async16(void* target, const void* source, bool valid) {
   if (valid) std::memcpy(target, source, 16);
   else std::memset(target, 0, 16);
