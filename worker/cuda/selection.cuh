@@ -64,8 +64,7 @@ INLINE double sum_of_block(Shared& shared, double value) {
   return sum;
 }
 
-// visit(logit, id) for this thread's share of a row, always the same: with several loads under way, since one block has
-// to read the whole row.
+// visit(logit, id) for this thread's share of a row, with many loads under way, since one block has to read all of it.
 template <class Visit>
 INLINE void for_each_logit(const float* logits, int n, const Visit& visit) {
   if (n % 4 == 0 && (u64)logits % 16 == 0) {
@@ -79,7 +78,7 @@ INLINE void for_each_logit(const float* logits, int n, const Visit& visit) {
     }
     return;
   }
-#pragma unroll 8
+#pragma unroll 1
   for (int id = threadIdx.x; id < n; id += kThreads) visit(logits[id], id);
 }
 
@@ -108,9 +107,11 @@ INLINE float weight_of(const Row& row, float logit, float inverse_temperature) {
 INLINE double row_mass(Shared& shared, const Row& row, float temperature, u64 lowest) {
   const float inverse = inverse_of(temperature);
   float sum = 0.0f;
-  for_each_logit(row.logits, row.n, [&](float logit, int id) {
+#pragma unroll 8
+  for (int id = threadIdx.x; id < row.n; id += kThreads) {
+    const float logit = row.logits[id];
     if (packed_key(logit, id) >= lowest) sum += weight_of(row, logit, inverse);
-  });
+  }
   return sum_of_block(shared, sum);
 }
 
@@ -182,7 +183,8 @@ INLINE void weigh(Shared& shared, int n, float largest, float temperature) {
 INLINE double amount_from(Shared& shared, const Row& row, float temperature, bool by_mass, u64 lowest) {
   if (by_mass) return row_mass(shared, row, temperature, lowest);
   int count = 0;
-  for_each_logit(row.logits, row.n, [&](float logit, int id) { count += packed_key(logit, id) >= lowest; });
+#pragma unroll 4
+  for (int id = threadIdx.x; id < row.n; id += kThreads) count += packed_key(row.logits[id], id) >= lowest;
   return sum_of_block(shared, count);
 }
 
@@ -203,13 +205,13 @@ INLINE void fill_bins(Shared& shared, const Row& row, const Scale& scale, float 
   __syncthreads();
   for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
   __syncthreads();
-  for_each_logit(row.logits, row.n, [&](float logit, int id) {
-    const float distance = row.largest - logit;
-    if (distance < scale.near || (distance >= scale.far && !with_rest)) return;
+  for (int id = threadIdx.x; id < row.n; id += kThreads) {
+    const float distance = row.largest - row.logits[id];
+    if (distance < scale.near || (distance >= scale.far && !with_rest)) continue;
     const int bin = scale.bin(distance);
     const float part = by_mass ? expf(fminf((scale.edge(bin) - distance) * inverse, 0.0f)) * kUnit : 1.0f;
     atomicAdd(shared.bins + bin, (u32)(part + 0.5f));
-  });
+  }
   __syncthreads();
 }
 
