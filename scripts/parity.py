@@ -1,21 +1,23 @@
-"""Compares our executors with llama.cpp on the same file and the same tokens: KL divergence, top-1, perplexity.
+"""Compares our executor with llama.cpp on the same file and the same tokens: KL divergence, top-1, perplexity.
 
-    parity.py MODEL.gguf TEXT [TEXT...] --llama-perplexity PATH [--executor native|reference] [--chunks 4]
+    parity.py MODEL.gguf TEXT [TEXT...] --llama-perplexity PATH [--also fa-off,no-repack,ub-128,exact] [--json]
 
-llama.cpp writes its log probabilities of the second half of each context (llama-perplexity --kl-divergence-base, 16
-bits a value over the top 16 nats); the first half is context only. Ours are teacher-forced on the ids in that file.
-Both sides round activations to 8 bits, each in its own places, so two correct engines differ: --executor llama.cpp
-shows by how much llama.cpp without flash attention differs from itself.
+Quantised files are computed with activations in 8 bits, so two correct engines differ by rounding; the other rows of
+the table say what such a difference is worth. `fa-off`, `no-repack` and `ub-128` are llama.cpp once more with -fa off,
+--no-repack or -ub 128; `exact` is our numpy executor in f32, which rounds nothing.
+
+"clear" are the tokens at which the best is ahead of the second by more than rounding moves that lead: by more than it
+moves in 99 % of the tokens between llama.cpp and its fa-off run. Perplexity: second against first, with twice the
+standard error of the paired difference. The table goes to stdout; --json writes a document a line instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,32 +27,51 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plans.placement import CPU_ONLY, Placement
+from scripts.llama_logits import KNOWN_NATS, SPAN_TOKENS, Block, Floats, LlamaLogits, LlamaPerplexity
 from worker.model.describe import describe_file
 from worker.model.gguf import open_model
+from worker.model.tokenizer import load_tokenizer
 from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.lower import lower
 from worker.ops.reference import ReferenceExecutor
 from worker.runtime.load import load_native, reference_weights
 
-Floats = npt.NDArray[np.float32]
-CHUNK_TOKENS = 128
+LLAMA = "llama.cpp"
+VARIANTS = {
+    "fa-off": ["-fa", "off"],
+    "no-repack": ["-fa", "on", "--no-repack"],
+    "ub-128": ["-fa", "on", "-ub", "128"],
+}
+NOISE_PERCENTILE = 99
+HEADER = (
+    "file",
+    "text",
+    "first",
+    "second",
+    "tokens",
+    "mean KL",
+    "top-1",
+    "clear",
+    "top-1 of clear",
+    "perplexity",
+    "",
+)
+
+Run = Callable[[Batch], Floats]
+Side = Callable[[int], Iterator[Block]]  # the blocks of a chunk
+Columns = npt.NDArray[np.float64]
 
 
-class BaseLogits(NamedTuple):
-    """Of one chunk: token ids [n_context] and uint16 [n_scored, 4 + n_vocab] for positions first.. ."""
+class Tokens(NamedTuple):
+    """Of each scored token, [n]: KL divergence of the second from the first, whether the best token is the same, the
+    first's lead of its best over its second token and that lead by the second side, log probability of the text."""
 
-    token_ids: list[int]
-    first: int
-    rows: npt.NDArray[np.uint16]
-
-    def logprobs(self) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """f32 [n_scored, n_vocab], and where they are known: code 0 only says "16 nats below the best, or more"."""
-        scale, lowest = np.ascontiguousarray(self.rows[:, :4]).view(np.float32).T
-        codes = self.rows[:, 4:]
-        return (codes * scale[:, None] + lowest[:, None]).astype(np.float32), codes > 0
-
-    def targets(self) -> npt.NDArray[np.int64]:
-        return np.asarray(self.token_ids[self.first + 1 : self.first + 1 + len(self.rows)])
+    divergence: Columns
+    same: Columns
+    lead: Columns
+    lead_by_second: Columns
+    logprob: Columns
+    logprob_by_second: Columns
 
 
 class Agreement(NamedTuple):
@@ -58,63 +79,65 @@ class Agreement(NamedTuple):
     mean_kl: float
     max_kl: float
     top1: float
-    perplexity_base: float
-    perplexity: float
+    clear: float | None
+    top1_of_clear: float | None
+    perplexity_first: float
+    perplexity_second: float
+    perplexity_error: float
 
 
-def base_logits(options: argparse.Namespace, text: Path, flash_attention: str) -> list[BaseLogits]:
-    """Run llama-perplexity over the first chunks of a text and read what it wrote, one value a chunk."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, context = Path(folder) / "base.bin", str(options.context)
-        command = [str(options.llama_perplexity), "-m", str(options.model), "-f", str(text), "--no-escape"]
-        command += ["-c", context, "-b", context, "--chunks", str(options.chunks), "-t", str(options.threads)]
-        command += ["-fa", flash_attention, "--kl-divergence-base", str(out)]
-        subprocess.run(command, check=True, capture_output=True)
-        return read_base_logits(out)
-
-
-def read_base_logits(path: Path) -> list[BaseLogits]:
-    """The layout is that of llama.cpp's tools/perplexity: header, ids, then 16-bit codes with scale and offset."""
-    data = np.memmap(path, np.uint8, "r")
-    assert bytes(data[:8]) == b"_logits_", "not a file of log probabilities"
-    n_context, n_vocab, n_chunks = (int(n) for n in data[8:20].view(np.int32))
-    ids = data[20 : 20 + 4 * n_context * n_chunks].view(np.int32).reshape(n_chunks, n_context)
-    first, width = n_context // 2, 2 * ((n_vocab + 1) // 2) + 4
-    rows = data[20 + 4 * n_context * n_chunks :].view(np.uint16).reshape(n_chunks, -1, width)
-    return [
-        BaseLogits(chunk_ids.tolist(), first, chunk_rows[:, : 4 + n_vocab].copy())
-        for chunk_ids, chunk_rows in zip(ids, rows, strict=True)
-    ]
-
-
-def log_softmax(logits: Floats) -> Floats:
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return (shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))).astype(np.float32)
-
-
-def per_token(base: BaseLogits, ours: Floats) -> npt.NDArray[np.float64]:
-    """[n_scored, 4]: divergence, whether the best token is the same, log probability of the text by each side."""
-    theirs, known = base.logprobs()
-    terms = np.exp(theirs.astype(np.float64)) * (theirs - ours)
-    divergence = np.sum(np.where(known, terms, 0.0), axis=-1)
-    rows, targets = np.arange(len(ours)), base.targets()
-    same = theirs.argmax(-1) == ours.argmax(-1)
-    return np.stack([divergence, same, theirs[rows, targets], ours[rows, targets]], axis=-1)
-
-
-def summary(tokens: npt.NDArray[np.float64]) -> Agreement:
-    divergence, same, theirs, ours = tokens.T
-    return Agreement(
-        tokens=len(tokens),
-        mean_kl=float(divergence.mean()),
-        max_kl=float(divergence.max()),
-        top1=float(same.mean()),
-        perplexity_base=float(np.exp(-theirs.mean())),
-        perplexity=float(np.exp(-ours.mean())),
+def compare(first: Block, second: Block, targets: npt.NDArray[np.int32]) -> Tokens:
+    x, y, rows = first.logprobs, second.logprobs, np.arange(len(targets))
+    terms = np.where(first.known & second.known, np.exp(x) * (x - y), 0)
+    best, runner_up = best_two(x)
+    columns = (
+        terms.sum(axis=-1, dtype=np.float64),
+        best == y.argmax(axis=-1),
+        x[rows, best] - x[rows, runner_up],
+        y[rows, best] - y[rows, runner_up],
+        text_logprob(x, targets),
+        text_logprob(y, targets),
     )
+    return Tokens(*(np.asarray(column, np.float64) for column in columns))
 
 
-Run = Callable[[Batch], Floats]
+def best_two(logprobs: Floats) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Ids [n] of the best and of the second token; several times faster than a partition of each row."""
+    best, others = logprobs.argmax(axis=-1), logprobs.copy()
+    others[np.arange(len(best)), best] = -np.inf
+    return best, others.argmax(axis=-1)
+
+
+def text_logprob(logprobs: Floats, targets: npt.NDArray[np.int32]) -> Floats:
+    """Of the tokens that the text has, [n]; cut where llama.cpp's file cuts, or a few rare tokens would differ."""
+    floor = logprobs.max(axis=-1) - KNOWN_NATS
+    return np.asarray(np.maximum(logprobs[np.arange(len(targets)), targets], floor), np.float32)
+
+
+def joined(parts: list[Tokens]) -> Tokens:
+    return Tokens(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def lead_noise(tokens: Tokens) -> float:
+    """Nats by which the lead of the best token moves in all but 1 % of the tokens."""
+    return float(np.percentile(np.abs(tokens.lead_by_second - tokens.lead), NOISE_PERCENTILE))
+
+
+def agreement(tokens: Tokens, noise: float | None) -> Agreement:
+    """`noise`: what lead_noise says of two runs that differ in rounding only; None: not measured."""
+    clear = None if noise is None else tokens.lead > noise
+    gain = tokens.logprob_by_second - tokens.logprob
+    return Agreement(
+        tokens=len(tokens.same),
+        mean_kl=float(tokens.divergence.mean()),
+        max_kl=float(tokens.divergence.max()),
+        top1=float(tokens.same.mean()),
+        clear=None if clear is None else float(clear.mean()),
+        top1_of_clear=None if clear is None or not clear.any() else float(tokens.same[clear].mean()),
+        perplexity_first=float(np.exp(-tokens.logprob.mean())),
+        perplexity_second=float(np.exp(-tokens.logprob_by_second.mean())),
+        perplexity_error=float(2 * gain.std() / np.sqrt(len(gain))),
+    )
 
 
 def native_run(options: argparse.Namespace) -> Run:
@@ -128,34 +151,91 @@ def native_run(options: argparse.Namespace) -> Run:
         huge_pages=True,
         decode_threads=options.threads,
         prefill_threads=options.threads,
-        ubatch_tokens=CHUNK_TOKENS,
+        ubatch_tokens=SPAN_TOKENS,
         kv_budget_bytes=4 << 30,
     )
-    return load_native(options.model, placement, max_outputs=CHUNK_TOKENS).logits
+    return load_native(options.model, placement, max_outputs=SPAN_TOKENS).logits
 
 
 def reference_run(options: argparse.Namespace) -> Run:
     file = open_model(options.model)
-    oplist = lower(describe_file(file).units)
     n_pages = options.context // PAGE_TOKENS + 1
-    return ReferenceExecutor(oplist, reference_weights(file), n_pages).run
+    return ReferenceExecutor(lower(describe_file(file).units), reference_weights(file), n_pages).run
 
 
-def llama_run(options: argparse.Namespace, text: Path) -> list[Floats]:
-    """llama.cpp once more, without flash attention."""
-    return [chunk.logprobs()[0] for chunk in base_logits(options, text, "off")]
+def log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    total = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
+    return np.asarray(shifted - np.log(total), np.float32)
 
 
-def logprobs_of(base: BaseLogits, run: Run) -> Floats:
-    ids, parts = base.token_ids[:-1], []
-    pages = list(range(len(ids) // PAGE_TOKENS + 1))
-    for start in range(0, len(ids), CHUNK_TOKENS):
-        chunk = ids[start : start + CHUNK_TOKENS]
-        logits = run(Batch.of_sequence(chunk, start, pages, all_outputs=True))
-        keep = max(0, base.first - start)
-        if keep < len(chunk):
-            parts.append(log_softmax(logits[keep:]))
-    return np.concatenate(parts)
+def executor_side(run: Run, base: LlamaLogits) -> Side:
+    """An executor fed with the ids of llama.cpp's file, and its log probabilities at the same positions."""
+    pages = list(range(base.n_context // PAGE_TOKENS + 1))
+
+    def blocks(chunk: int) -> Iterator[Block]:
+        ids = base.token_ids[chunk].tolist()
+        for span in base.spans():
+            scored = span.start >= base.first
+            part = ids[span.start : span.stop]
+            logits = run(Batch.of_sequence(part, span.start, pages, all_outputs=scored))
+            if scored:
+                yield Block(log_softmax(logits), np.ones((), np.bool_))
+
+    return blocks
+
+
+def measure(base: LlamaLogits, sides: dict[str, Side]) -> dict[tuple[str, str], Tokens]:
+    """All sides in step, so that no more than a block of each is in memory; per pair, what happened at each token."""
+    pairs = [(LLAMA, name) for name in sides if name != LLAMA]
+    pairs += [("exact", name) for name in (LLAMA, "ours") if "exact" in sides]
+    parts: dict[tuple[str, str], list[Tokens]] = {pair: [] for pair in pairs}
+    for chunk in range(base.n_chunks):
+        streams = zip(*(side(chunk) for side in sides.values()), strict=True)
+        for targets, blocks in zip(base.targets(chunk), streams, strict=True):
+            by_name = dict(zip(sides, blocks, strict=True))
+            for first, second in pairs:
+                parts[first, second].append(compare(by_name[first], by_name[second], targets))
+    return {pair: joined(tokens) for pair, tokens in parts.items()}
+
+
+def run_text(options: argparse.Namespace, llama: LlamaPerplexity, runs: dict[str, Run], text: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        base = llama.logits(text, ["-fa", "on"], Path(folder) / "base.bin")
+        sides: dict[str, Side] = {LLAMA: base.blocks}
+        sides |= {name: executor_side(run, base) for name, run in runs.items()}
+        for name in options.also:
+            if name in VARIANTS:
+                sides[name] = llama.logits(text, VARIANTS[name], Path(folder) / f"{name}.bin").blocks
+        measured = measure(base, sides)
+    noise = lead_noise(measured[LLAMA, "fa-off"]) if "fa-off" in sides else None
+    for pair, tokens in measured.items():
+        show(options, text, pair, agreement(tokens, noise))
+
+
+def show(options: argparse.Namespace, text: Path, pair: tuple[str, str], found: Agreement) -> None:
+    names = {"file": options.model.name, "text": text.name, "first": pair[0], "second": pair[1]}
+    if options.json:
+        values = {k: round(v, 6) if isinstance(v, float) else v for k, v in found._asdict().items()}
+        print(json.dumps(names | values), flush=True)
+        return
+    change = found.perplexity_second / found.perplexity_first - 1
+    cells = [
+        options.model.stem,
+        text.stem,
+        *pair,
+        f"{found.tokens:,}",
+        f"{found.mean_kl:.5f}",
+        percent(found.top1),
+    ]
+    cells += [percent(found.clear), percent(found.top1_of_clear)]
+    cells += [f"{found.perplexity_first:.3f}, {found.perplexity_second:.3f}"]
+    cells += [f"{100 * change:+.2f} ± {100 * found.perplexity_error:.2f} %"]
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def parse() -> argparse.Namespace:
@@ -165,32 +245,36 @@ def parse() -> argparse.Namespace:
     parser.add_argument("model", type=Path)
     parser.add_argument("texts", type=Path, nargs="+")
     parser.add_argument("--llama-perplexity", type=Path, required=True)
-    parser.add_argument("--executor", choices=["native", "reference", "llama.cpp"], default="native")
-    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--also", type=lambda value: value.split(",") if value else [], default=["fa-off"])
+    parser.add_argument("--context", type=int, default=1024, help="tokens a chunk; the second half is scored")
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kv", choices=["f16", "q8_0"], default="f16")
     parser.add_argument("--load-mode", choices=["packed", "mmap"], default="packed")
-    return parser.parse_args()
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    wrong = [name for name in options.also if name not in (*VARIANTS, "exact")]
+    if wrong:
+        parser.error(f"--also knows {', '.join(VARIANTS)} and exact, not {', '.join(wrong)}")
+    if options.context <= 0 or options.context % (2 * SPAN_TOKENS):
+        parser.error(f"--context {options.context} is not a multiple of {2 * SPAN_TOKENS}")
+    return options
 
 
 def main() -> int:
     options = parse()
-    runs = {"native": native_run, "reference": reference_run}
-    run = runs[options.executor](options) if options.executor in runs else None
+    tokenizer = load_tokenizer(open_model(options.model).metadata)
+    bos_id = tokenizer.bos_id if tokenizer.add_bos else None
+    llama = LlamaPerplexity(
+        options.llama_perplexity, options.model, options.context, options.chunks, options.threads, bos_id
+    )
+    runs = {"ours": native_run(options)}
+    if "exact" in options.also:
+        runs["exact"] = reference_run(options)
+    if not options.json:
+        print("| " + " | ".join(HEADER) + " |\n" + "|---" * len(HEADER) + "|")
     for text in options.texts:
-        base = base_logits(options, text, "on")
-        ours = [logprobs_of(chunk, run) for chunk in base] if run else llama_run(options, text)
-        agreement = summary(np.concatenate([per_token(b, o) for b, o in zip(base, ours, strict=True)]))
-        row = agreement._asdict() | {
-            "model": options.model.name,
-            "text": text.name,
-            "executor": options.executor,
-        }
-        print(
-            json.dumps({key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}),
-            flush=True,
-        )
+        run_text(options, llama, runs, text)
     return 0
 
 

@@ -124,11 +124,11 @@ def attend(
     """query [n, heads, d], keys and values [t, kv_heads, d], visible [n, t] -> [n, heads, d]."""
     group = query.shape[1] // keys.shape[1]
     keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
-    scores = np.einsum("nhd,thd->hnt", query, keys) * np.float32(scale)
+    scores = query.transpose(1, 0, 2) @ keys.transpose(1, 2, 0) * np.float32(scale)  # [heads, n, t]
     if cap:
         scores = cap * np.tanh(scores / cap)
     weights = softmax(np.where(visible[None], scores, -np.inf).astype(np.float32))
-    return _f32(np.einsum("hnt,thd->nhd", weights, values))
+    return _f32((weights @ values.transpose(1, 0, 2)).transpose(1, 0, 2))
 
 
 def _embed(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
