@@ -426,6 +426,9 @@ class NumpyKernels:
     def fold_router(self, *_: object) -> None:
         return None
 
+    def derive_weights(self) -> None:
+        """No router was folded."""
+
     def routed_linear(self, *_: object) -> None:
         raise AssertionError("no router was folded")
 

@@ -10,7 +10,7 @@ from worker.cuda.formats import GpuMatrix, planar_row_bytes, type_id_of
 from worker.cuda.matmul import Activations, Epilogue, Norm, Part, gemv, quantise
 from worker.cuda.matmul_moe import DENSE, Chosen, Experts, RouterRule, hidden_bytes, moe_decode, router_logits
 from worker.cuda.repack import repack
-from worker.cuda.router_fold import RouterCall, fold_router, folded_bytes
+from worker.cuda.router_fold import FoldedRouter, RouterCall, fold_router, folded_bytes
 from worker.model.quants import FORMATS, dequantize
 from worker.model.types import BY_NAME
 from worker.ops.reference import activate, choose_experts, rms_norm
@@ -186,7 +186,8 @@ def check_folded_router(device: Device, name: str, router_name: str, shape: tupl
     source, prepared = put_quantised(device, activations(rng, 1, cols))
     residual = rng.standard_normal(rows).astype(np.float32)
     rows_at = device.put(np.full(folded_bytes(matrix, n_experts) // 2, np.nan, np.float16))
-    folded = fold_router(device.launcher, matrix, router, device.put(norm), rows_at)
+    folded = FoldedRouter(rows_at, router.rows)
+    fold_router(device.launcher, folded, matrix, router, device.put(norm))
     output, logits = device.put(np.zeros(rows, np.float32)), device.put(np.zeros(n_experts, np.float32))
     call = RouterCall(folded, device.put(residual), logits)
     part = Part(matrix, output, rows, residual=call.residual)

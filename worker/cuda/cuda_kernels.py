@@ -168,6 +168,9 @@ class CudaKernels(KernelSet):
     def fold_router(self, matrix: GpuMatrix, router: GpuMatrix, norm: int) -> FoldedRouter | None:
         return self._products.fold_router(matrix, router, norm)
 
+    def derive_weights(self) -> None:
+        self._products.derive_weights()
+
     def routed_linear(
         self,
         source: Rows,

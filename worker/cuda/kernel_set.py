@@ -78,7 +78,12 @@ class KernelSet(Protocol):
     ) -> None: ...
 
     def fold_router(self, matrix: Matrix, router: Matrix, norm: int) -> Any:
-        """What `routed_linear` needs of a router of norm(r + matrix a), made now; None where it stays alone."""
+        """What `routed_linear` needs of a router of norm(r + matrix a); None where it stays alone. Only addresses:
+        the weights may still be on their way."""
+        ...
+
+    def derive_weights(self) -> None:
+        """Once all weights are there: compute what `fold_router` has promised."""
         ...
 
     def routed_linear(

@@ -140,6 +140,7 @@ class DeviceModel:
         with self._raw_buffers() as raw_address:
             self._weights.upload(raw_address, readers, progress)
         self.upload_s = time.monotonic() - started
+        self.kernels.derive_weights()
         self.cache.clear()
 
     def buffer(self, name: str) -> Rows:

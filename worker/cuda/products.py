@@ -37,6 +37,7 @@ class Products:
         self._launcher, self._blas, self._pdl, self._folds = launcher, blas, pdl, folds
         self._logits_bytes = self._row_bytes = self._folded_bytes = 0  # of one token, for mixtures
         self._logits = self._row = self._folded_rows = self._scratch = 0
+        self._folds_due: list[tuple[FoldedRouter, GpuMatrix, GpuMatrix, int]] = []
 
     def scratch_bytes(self, oplist: OpList, max_tokens: int, max_outputs: int) -> int:
         """Of the largest product of a step of up to so many rows."""
@@ -81,12 +82,18 @@ class Products:
         self._scratch = self._folded_rows + self._folded_bytes
 
     def fold_router(self, matrix: GpuMatrix, router: GpuMatrix, norm: int) -> FoldedRouter | None:
-        """The rows go to the next place among those that `scratch_bytes` counted."""
+        """The rows, which `derive_weights` makes, get the next place among those that `scratch_bytes` counted."""
         if not self._can_fold(matrix, router):
             return None
-        rows = self._folded_rows
+        folded = FoldedRouter(self._folded_rows, router.rows)
         self._folded_rows += aligned(folded_bytes(matrix, router.rows))
-        return fold_router(self._launcher, matrix, router, norm, rows)
+        self._folds_due.append((folded, matrix, router, norm))
+        return folded
+
+    def derive_weights(self) -> None:
+        """Fill the rows of all folded routers, once the weights are on the device."""
+        for folded, matrix, router, norm in self._folds_due:
+            fold_router(self._launcher, folded, matrix, router, norm)
 
     def routed_linear(
         self,

@@ -61,13 +61,12 @@ def can_fold(matrix: GpuMatrix, router: GpuMatrix, sm_count: int) -> bool:
 
 
 def fold_router(
-    launcher: Launcher, matrix: GpuMatrix, router: GpuMatrix, norm: int, rows: int
-) -> FoldedRouter:
-    """Enqueue the rows of a folded router into `rows`; norm f32 [matrix.rows], router [experts, matrix.rows]."""
+    launcher: Launcher, folded: FoldedRouter, matrix: GpuMatrix, router: GpuMatrix, norm: int
+) -> None:
+    """Enqueue the rows of `folded`; norm f32 [matrix.rows], router [experts, matrix.rows]."""
     assert router.cols == matrix.rows
     defines = {"WEIGHT_TYPE": matrix.type_id, "COLS": matrix.cols, "ROUTER_TYPE": router.type_id}
     function = launcher.function("router_fold.cu", "fold_router", defines)
     grid = (-(-matrix.cols // 64), -(-router.rows // _EXPERTS_PER_BLOCK))
-    args = (matrix.pointer, router.pointer, norm, rows, c_int(matrix.rows), c_int(router.rows))
+    args = (matrix.pointer, router.pointer, norm, folded.rows, c_int(matrix.rows), c_int(router.rows))
     launcher.launch(function, grid, 256, 0, args)
-    return FoldedRouter(rows, router.rows)

@@ -42,7 +42,12 @@ def compile_ahead(executor: Warmed, batches: list[StepBatch]) -> None:
     for model in executor.models:
         model.device.bind()
         shapes = [executor.prepare(batch).shape for batch in batches]
-        model.kernels.compile_ahead(lambda model=model, shapes=shapes: _enqueue_all(model, shapes))  # type: ignore[misc]
+        model.kernels.compile_ahead(lambda model=model, shapes=shapes: _everything(model, shapes))  # type: ignore[misc]
+
+
+def _everything(model: DeviceModel, shapes: list[StepShape]) -> None:
+    model.kernels.derive_weights()
+    _enqueue_all(model, shapes)
 
 
 def warm_up(executor: Warmed, batches: list[StepBatch], *, is_whole: bool) -> None:
