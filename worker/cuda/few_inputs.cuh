@@ -99,7 +99,7 @@ INLINE void take_codes(Inputs& x, const u8* stage, const Tokens& tokens) {
         const uint4 piece = *(const uint4*)(stage + ((half * 2 + i / 4) * TOKEN_TILE * 4 + n * 32 + lane_id()) * 16);
         const u32 codes = word_of(piece, i % 4);
         u32(&out)[2] = x.fragments[n][half * 8 + i];
-        sums[i / 4] = dot4(codes, 0x01010101, sums[i / 4]);
+        sums[i / 4] = __dp4a((int)codes, 0x01010101, sums[i / 4]);
         bytes_to_halves(out, codes, magic);
         out[0] = half2_mul(out[0], scale), out[1] = half2_mul(out[1], scale);
       }
