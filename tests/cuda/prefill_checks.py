@@ -16,6 +16,7 @@ from tests.cuda.matmul_checks import (
 )
 from worker.cuda.few import FEW_TOKENS, multiply_few
 from worker.cuda.linear import (
+    VECTOR_TOKENS,
     dense_network,
     linear,
     linear_workspace_bytes,
@@ -161,7 +162,7 @@ def check_grouped(
         if len(tokens):
             h = activate((inputs[tokens] @ gate[expert].T).astype(np.float32), activation)
             h = h * (inputs[tokens] @ up[expert].T)
-            codes = quantised_like_kernel(h) if has_codes else h
+            codes = quantised_like_kernel(h, 16 if n_tokens <= VECTOR_TOKENS else 32) if has_codes else h
             np.add.at(expected, tokens, weights[tokens, slots][:, None] * (codes @ down[expert].T))
             np.add.at(unquantised, tokens, weights[tokens, slots][:, None] * (h @ down[expert].T))
     assert_near_codes(device.get(output), expected, unquantised, f"{names} T={n_tokens} {shape}")

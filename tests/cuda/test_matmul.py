@@ -78,6 +78,12 @@ def test_tensor_cores_on_k_quants(device: EmulatedDevice, name: str) -> None:
     prefill_checks.check_tensor_cores(device, name, 33, 130, 256)
 
 
+def test_few_tokens_of_many_columns(device: EmulatedDevice) -> None:
+    """Warps with a block of columns each that keep their inputs, warps with two, two tiles of tokens."""
+    prefill_checks.check_few(device, "Q4_K", 12, 70, 2560)
+    prefill_checks.check_few(device, "Q6_K", 20, 37, 4608)
+
+
 @pytest.mark.parametrize("n_tokens", [2, 11])
 def test_dispatch(device: EmulatedDevice, n_tokens: int) -> None:
     prefill_checks.check_linear(device, None, ("Q4_0", "Q8_0", "F16"), n_tokens, 64, rows=24)
@@ -94,6 +100,10 @@ def test_experts_of_floats_have_no_kernels_of_their_own_for_few_tokens(
 ) -> None:
     for n_tokens in (1, 2):
         check_float_experts(device, names, n_tokens, (96, 96, 4, 2))
+
+
+def test_an_expert_with_several_tiles(device: EmulatedDevice) -> None:
+    prefill_checks.check_grouped(device, ("Q4_0", "Q4_0", "Q8_0"), 20, (96, 96, 16, 2))
 
 
 @pytest.mark.parametrize(("name", "cols"), [("F32", 132), ("F16", 2048), ("BF16", 1056)])

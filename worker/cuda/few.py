@@ -227,7 +227,7 @@ def multiply_gated(
     hidden: Activations,
     pdl: bool = True,
 ) -> None:
-    """Codes and scales of `hidden` [n_tokens, n_ff] = act(gate x) * (up x) for a dense network that `takes_gated`."""
+    """Codes and scales of `hidden` [n_tokens, n_ff] = act(gate x) * (up x), for a dense network that fits."""
     n_tiles = -(-n_tokens // token_tile_for(n_tokens))
     cut = few_cut(launcher, [network.gate, network.up], n_tokens, n_tiles, is_gated=True)
     assert cut is not None
