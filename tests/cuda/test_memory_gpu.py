@@ -1,6 +1,6 @@
 """What a process takes of a real device: never more than was predicted, hence never more than its cap.
 
-Everything else that uses the device meanwhile is counted as ours, so these tests want it for themselves.
+Everything else that uses the device meanwhile is counted as ours, so `scripts/gpu-check` runs these tests alone.
 """
 
 from __future__ import annotations
