@@ -98,10 +98,3 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     choices: list[ChatChoice] | list[ChatChunkChoice] | list[CompletionChoice]
     usage: Usage | None = None
     timings: Timings | None = None
-
-
-class ErrorDetail(msgspec.Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | None

@@ -138,10 +138,6 @@ class Supervisor:
             return "restarting"
         return self._state
 
-    @property
-    def n_running(self) -> int:
-        return len(self._runs)
-
     async def wait_for(self, *states: State) -> State:
         async with self._changed:
             await self._changed.wait_for(lambda: self._state in states)

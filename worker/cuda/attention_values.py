@@ -63,12 +63,6 @@ class StepPointers:
     def arguments(self) -> tuple[object, ...]:
         return (self.positions, self.sequence_of_token, self.page_tables, ctypes.c_int32(self.max_pages))
 
-    def from_row(self, row: int) -> StepPointers:
-        """The same step without its first `row` tokens."""
-        return StepPointers(
-            self.positions + 4 * row, self.sequence_of_token + 4 * row, self.page_tables, self.max_pages
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Rope:

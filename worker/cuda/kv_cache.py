@@ -42,13 +42,6 @@ def unit_order(head_dim: int) -> NDArray[np.int32]:
     return units ^ (tokens * period // 8 & (period - 1))
 
 
-def layer_page_bytes(layer: KvLayer, kv_type: str) -> int:
-    """Bytes of one page of one layer, keys and values and scales."""
-    values = layer.n_kv_heads * PAGE_TOKENS * layer.head_dim
-    one = 2 * values if kv_type == "f16" else values + 2 * values // GROUP
-    return 2 * one
-
-
 def cache_bytes(layers: tuple[KvLayer, ...], kv_type: str, n_pages: int) -> int:
     """What a DeviceKvCache of these takes of the device."""
     total = 0
