@@ -22,7 +22,8 @@ from tests.cuda.executors import (
     relative_error,
     synthetic_model,
 )
-from tests.cuda.host_device import HostDevice, NumpyKernels
+from tests.cuda.host_device import HostDevice
+from tests.cuda.numpy_kernels import NumpyKernels
 from worker.cpu.library import library_path
 from worker.model.describe import describe_file
 from worker.model.gguf import open_model

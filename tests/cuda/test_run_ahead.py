@@ -12,7 +12,8 @@ import pytest
 from configs.errors import EngineError
 from tests.cuda.devices import why_no_gpu
 from tests.cuda.executors import load, placement, prompt, synthetic_model
-from tests.cuda.host_device import HostDevice, HostGraph, NumpyKernels, view
+from tests.cuda.host_device import HostDevice, HostGraph, view
+from tests.cuda.numpy_kernels import NumpyKernels
 from tests.cuda.run_ahead import (
     DRAWN,
     GREEDY,
