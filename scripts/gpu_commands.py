@@ -7,6 +7,7 @@ Raises where a command fails or the plan leaves the GPU out. FOLDER gets everyth
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -119,8 +120,15 @@ def check_commands(model: Path, folder: Path, llama_bin: Path | None) -> Iterato
 
 
 def main() -> int:
-    model, folder, *llama_bin = (Path(argument) for argument in sys.argv[1:])
-    for name, value in check_commands(model, folder, llama_bin[0] if llama_bin else None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("llama_bin", type=Path, nargs="?")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name, value in check_commands(options.model, options.folder, options.llama_bin):
         print(f"{name}: {value}", flush=True)
     return 0
 

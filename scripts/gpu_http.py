@@ -8,6 +8,7 @@ server says of its streams, the rest is measured at the client's socket.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -136,9 +137,15 @@ def words(rates: Rates) -> str:
 
 
 def main() -> int:
-    path, folder, *llama_bin = (Path(argument) for argument in sys.argv[1:])
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in measure_http(path, folder, llama_bin[0] if llama_bin else None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("llama_bin", type=Path, nargs="?")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name, value in measure_http(options.model, options.folder, options.llama_bin):
         print(f"{name}: {value}", flush=True)
     return 0
 

@@ -7,6 +7,7 @@ Contexts are not computed first: the cache's pages are zero, and attention reads
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import subprocess
 import sys
@@ -300,10 +301,14 @@ def graph_s(executor: GpuExecutor, launches: tuple[Launch, ...], shape: StepShap
 
 
 def main() -> int:
-    for name, value in measure_model(Path(sys.argv[1])):
-        print(f"{name}: {value}", flush=True)
-    for name, value in measure_worker(Path(sys.argv[1])):
-        print(f"{name}: {value}", flush=True)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    path = parser.parse_args().model
+    for measure in (measure_model, measure_worker):
+        for name, value in measure(path):
+            print(f"{name}: {value}", flush=True)
     return 0
 
 

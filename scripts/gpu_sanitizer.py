@@ -8,6 +8,7 @@ its cases are few; it sees hazards in shared memory only, memcheck sees the rest
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -123,10 +124,15 @@ def finish(process: subprocess.Popen[bytes], log: Path, limit_s: float) -> tuple
 
 
 def main() -> int:
-    folder, *rest = sys.argv[1:]
-    limit_s, titles = float(rest[0]) if rest else LIMIT_S, rest[1:]
-    runs = tuple(run for run in RUNS if run.title in titles) if titles else RUNS
-    for name, value in sanitize(Path(folder), limit_s, runs):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="where the logs go")
+    parser.add_argument("limit_s", type=float, nargs="?", default=LIMIT_S, help="seconds of each run")
+    parser.add_argument("titles", nargs="*", help=f"some of: {', '.join(run.title for run in RUNS)}")
+    options = parser.parse_args()
+    runs = tuple(run for run in RUNS if run.title in options.titles) if options.titles else RUNS
+    for name, value in sanitize(options.folder, options.limit_s, runs):
         print(f"{name}: {value}", flush=True)
     return 0
 
