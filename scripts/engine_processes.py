@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import re
 import signal
@@ -12,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -95,3 +96,15 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def run_for_model(usage: str, measure: Callable[[Path, Path, Path | None], Iterable[tuple[str, str]]]) -> int:
+    """The command line MODEL FOLDER [LLAMA_BIN] of a check; prints its rows as they come."""
+    parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("llama_bin", type=Path, nargs="?")
+    options = parser.parse_args()
+    for name, value in measure(options.model, options.folder, options.llama_bin):
+        print(f"{name}: {value}", flush=True)
+    return 0

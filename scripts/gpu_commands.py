@@ -7,7 +7,6 @@ Raises where a command fails or the plan leaves the GPU out. FOLDER gets everyth
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine_processes import placewright, serving
+from engine_processes import placewright, run_for_model, serving
 
 DEADLINE_S = 120.0
 PLAN_BUDGET_S = "15"
@@ -119,19 +118,5 @@ def check_commands(model: Path, folder: Path, llama_bin: Path | None) -> Iterato
     yield from Commands(model, folder).rows(has_baseline=llama_bin is not None)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("llama_bin", type=Path, nargs="?")
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    for name, value in check_commands(options.model, options.folder, options.llama_bin):
-        print(f"{name}: {value}", flush=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_for_model(str(__doc__), check_commands))

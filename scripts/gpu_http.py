@@ -8,7 +8,6 @@ server says of its streams, the rest is measured at the client's socket.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine_processes import llama_serving, placewright, serving
+from engine_processes import llama_serving, placewright, run_for_model, serving
 from gpu_model_bench import DECODE_STEPS, decode_s, placement
 from http_streams import Rates, measure
 
@@ -36,6 +35,7 @@ Row = tuple[str, str]
 
 
 def measure_http(path: Path, folder: Path, llama_bin: Path | None) -> Iterator[Row]:
+    folder.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
     plan = plan_of(path)
     placed = plan["placement"]
@@ -136,19 +136,5 @@ def words(rates: Rates) -> str:
     return f"{rates.together_tokens_per_s:,.0f} tok/s (with prompts {rates.whole_tokens_per_s:,.0f}{own})"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("llama_bin", type=Path, nargs="?")
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    for name, value in measure_http(options.model, options.folder, options.llama_bin):
-        print(f"{name}: {value}", flush=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_for_model(str(__doc__), measure_http))

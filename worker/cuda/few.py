@@ -14,7 +14,7 @@ import msgspec
 from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix, is_float, planar_row_bytes
 from worker.cuda.matmul import Activations, Epilogue, Part
-from worker.cuda.matmul_moe import Chosen, Experts
+from worker.cuda.matmul_moe import Chosen, Experts, most_tiles
 
 FEW_TOKENS = 32  # most that a launch takes
 _BLOCK_COLS = 256
@@ -272,15 +272,14 @@ def takes_mixture(launcher: Launcher, experts: Experts, n_tokens: int) -> bool:
 
 
 def _mixture_cuts(launcher: Launcher, experts: Experts, n_tokens: int) -> tuple[Cut, Cut] | None:
-    n_tiles = _most_tiles(experts, n_tokens)
+    n_tiles = _mixture_tiles(experts, n_tokens)
     gated = few_cut(launcher, [experts.gate, experts.up], n_tokens, n_tiles, True, experts)
     down = few_cut(launcher, [experts.down], n_tokens, n_tiles, False, experts)
     return (gated, down) if gated and down else None
 
 
-def _most_tiles(experts: Experts, n_tokens: int) -> int:
-    slots, tile = n_tokens * experts.n_used, mixture_tile(experts, n_tokens)
-    return min(slots, experts.gate.experts + slots // tile)
+def _mixture_tiles(experts: Experts, n_tokens: int) -> int:
+    return most_tiles(experts, n_tokens, mixture_tile(experts, n_tokens))
 
 
 def moe_few(
@@ -298,7 +297,7 @@ def moe_few(
 ) -> None:
     """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source` (codes). Scratch: `hidden` codes and scales
     [slots, n_ff], `rows` f32 [slots, n_embd]."""
-    cuts, n_tiles = _mixture_cuts(launcher, experts, n_tokens), _most_tiles(experts, n_tokens)
+    cuts, n_tiles = _mixture_cuts(launcher, experts, n_tokens), _mixture_tiles(experts, n_tokens)
     assert cuts is not None
     call = _gated_call(experts, source, n_tokens, hidden)
     call.ids = choice.ids

@@ -14,11 +14,11 @@ from worker.cuda.driver import Launcher
 from worker.cuda.few import combine
 from worker.cuda.formats import GpuMatrix
 from worker.cuda.matmul import Activations
-from worker.cuda.matmul_moe import Chosen, Experts
+from worker.cuda.matmul_moe import Chosen, Experts, most_tiles
+from worker.cuda.memory import aligned
 from worker.cuda.prefill import MatrixCallStruct, launch_matrix_matrix, to_halves
 
 _TILE_BYTES = 16
-_ALIGNMENT_BYTES = 256
 
 
 class GroupedWorkspace(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ def workspace(experts: Experts, n_tokens: int, base: int = 0) -> GroupedWorkspac
     end = base
     for name, size in sizes.items():
         addresses[name] = end
-        end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        end += aligned(size)
     return GroupedWorkspace(**addresses, total_bytes=end - base)
 
 
@@ -60,8 +60,7 @@ def token_tile(experts: Experts, n_tokens: int) -> int:
 
 
 def max_tiles(experts: Experts, n_tokens: int) -> int:
-    slots, tile = n_tokens * experts.n_used, token_tile(experts, n_tokens)
-    return min(slots, experts.gate.experts + slots // tile)
+    return most_tiles(experts, n_tokens, token_tile(experts, n_tokens))
 
 
 def moe_grouped(

@@ -32,6 +32,7 @@ from worker.cuda.matmul import (
     rows_from,
 )
 from worker.cuda.matmul_moe import DENSE, Chosen, Experts, RouterRule, hidden_bytes, moe_decode
+from worker.cuda.memory import aligned
 from worker.cuda.prefill import (
     CUBLAS_TOKENS,
     Blas,
@@ -44,7 +45,6 @@ from worker.cuda.prefill import (
 
 # Up to here matrix-vector kernels are faster. A dense network is better off on tensor cores from the second token on.
 VECTOR_TOKENS = 4
-_ALIGNMENT_BYTES = 256
 
 
 def needs_codes(n_tokens: int) -> bool:
@@ -56,10 +56,10 @@ def linear_workspace_bytes(parts: Sequence[Part], n_tokens: int) -> int:
     """Scratch of `linear`: halves or codes of the activations, and halves of one matrix at a time."""
     if n_tokens <= VECTOR_TOKENS:
         return 0
-    halves = _aligned(n_tokens * parts[0].matrix.cols * 2)
+    halves = aligned(n_tokens * parts[0].matrix.cols * 2)
     if n_tokens < CUBLAS_TOKENS:
         return halves
-    return halves + max(_aligned(matrix_halves_bytes(part.matrix)) for part in parts)
+    return halves + max(aligned(matrix_halves_bytes(part.matrix)) for part in parts)
 
 
 def linear(
@@ -88,7 +88,7 @@ def linear(
     halves = _halves(launcher, source, n_tokens * cols, workspace)
     for part in parts:
         if n_tokens >= CUBLAS_TOKENS and blas is not None:
-            scratch = workspace + _aligned(n_tokens * cols * 2)
+            scratch = workspace + aligned(n_tokens * cols * 2)
             multiply_with_blas(launcher, blas, part, halves, n_tokens, epilogue, scratch)
         else:
             multiply_in_kernel(launcher, part, halves, n_tokens, epilogue)
@@ -183,7 +183,7 @@ def _is_for_vectors(experts: Experts, n_tokens: int) -> bool:
 def moe_workspace_bytes(experts: Experts, n_tokens: int) -> int:
     """Scratch of `moe`."""
     if _is_for_vectors(experts, n_tokens):
-        return _aligned(hidden_bytes(experts, n_tokens))
+        return aligned(hidden_bytes(experts, n_tokens))
     if n_tokens <= FEW_TOKENS:
         return max(few_scratch(experts, n_tokens)[-1], grouped_workspace(experts, n_tokens).total_bytes)
     return grouped_workspace(experts, n_tokens).total_bytes
@@ -193,9 +193,9 @@ def few_scratch(experts: Experts, n_tokens: int) -> tuple[int, int, int, int]:
     """Where codes of the input, codes of what is between and the experts' rows lie in the scratch of `moe` for few
     tokens, and its size."""
     slots = n_tokens * experts.n_used
-    between = _aligned(5 * n_tokens * experts.gate.cols // 4)
-    rows = between + _aligned(5 * slots * experts.gate.rows // 4)
-    return 0, between, rows, rows + _aligned(4 * slots * experts.down.rows)
+    between = aligned(5 * n_tokens * experts.gate.cols // 4)
+    rows = between + aligned(5 * slots * experts.gate.rows // 4)
+    return 0, between, rows, rows + aligned(4 * slots * experts.down.rows)
 
 
 def moe(
@@ -294,7 +294,3 @@ def dense_network(
     down = [Part(network.down, output, network.down.rows)]
     if not multiply_few(launcher, down, between, n_tokens, Epilogue(accumulate), pdl):
         raise AssertionError("takes_network said yes")
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -103,6 +103,12 @@ class _DownStruct(ctypes.Structure):
     ]
 
 
+def most_tiles(experts: Experts, n_tokens: int, tile_tokens: int) -> int:
+    """How many tiles of so many slots (token, k) of one expert there can be, however tokens choose."""
+    slots = n_tokens * experts.n_used
+    return min(slots, experts.gate.experts + slots // tile_tokens)
+
+
 def hidden_bytes(experts: Experts, n_tokens: int) -> int:
     """Size of the `hidden` buffer of `moe_decode`."""
     count = n_tokens * experts.n_used * experts.gate.rows

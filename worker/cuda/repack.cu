@@ -10,7 +10,6 @@ INLINE u32 field(const u8* bytes, int bits, int width, int e) {
   int per_group = width * (8 / bits), in_group = e % per_group;
   return (bytes[e / per_group * width + in_group % width] >> (in_group / width * bits)) & ((1 << bits) - 1);
 }
-INLINE u32 half_at(const u8* bytes) { return bytes[0] | (u32)bytes[1] << 8; }
 
 // One unit of the file: its 64 codes as unsigned numbers, offsets included.
 INLINE u32 file_code(const u8* block, int e) {
