@@ -13,6 +13,7 @@ from planner import cli
 from planner.engines import EngineOffer
 from planner.pipeline import Outcome
 from planner.workload import PlanRequest
+from plans.plan import Limits
 from plans.store import PlanStore
 from tests.planner.fakes import card
 from tests.plans.samples import sample_plan
@@ -187,3 +188,34 @@ def test_engines_that_can_not_be_used_say_why_below_the_table(
     said = capsys.readouterr()
     assert "can not be used" in said.out and max(map(len, said.out.splitlines())) < 80
     assert "run scripts/install" in said.err
+
+
+def test_settings_of_the_plan_table_reach_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(
+        "[plan]\ntuning_budget_s = 9\ncontext_length_tokens = 777\nconcurrency = 2\nkv_types = ['q8_0']\n"
+        "engines = ['llama-server']\nhost_memory_mib = 900\nhost_memory_margin_mib = 11\ngpu_memory_mib = 800\n"
+        "gpu_memory_margin_mib = 22\nallow_storage_streaming = true\n"
+    )
+    monkeypatch.setenv("PLACEWRIGHT_CONFIG", str(settings))
+    seen: list[PlanRequest] = []
+
+    def make_plan(request: PlanRequest, _: object) -> Outcome:
+        seen.append(request)
+        return Outcome(card(), sample_plan(), True, None)
+
+    monkeypatch.setattr(cli.pipeline, "make_plan", make_plan)
+    assert placewright.run(["plan", "m.gguf"]) == 0
+    (request,) = seen
+    assert (request.budget_s, request.default_context_length_tokens, request.concurrency) == (9, 777, 2)
+    assert request.kv_types == ("q8_0",)
+    assert request.limits == Limits(
+        engines=("llama-server",),
+        host_memory_mib=900,
+        host_memory_margin_mib=11,
+        gpu_memory_mib=800,
+        gpu_memory_margin_mib=22,
+        allow_storage_streaming=True,
+    )
