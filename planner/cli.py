@@ -14,6 +14,7 @@ import typer
 from configs.errors import PlacewrightError, UserError
 from configs.paths import plans_folder
 from configs.settings import Settings, load_settings
+from configs.version import placewright_version
 from planner import doctor, engines, flags, inspect, pipeline
 from planner.bench.cli import bench_app
 from planner.context import Context
@@ -21,7 +22,6 @@ from planner.output import emit, emit_json, say
 from planner.probe import probe_machine
 from planner.progress import make_reporter
 from planner.search import SearchResult
-from planner.version import placewright_version
 from planner.workload import PlanRequest
 from plans import host, show
 from plans.plan import Limits, plan_builtins

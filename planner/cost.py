@@ -15,7 +15,7 @@ import msgspec
 from planner.memory import KV_BYTES_PER_ELEMENT
 from plans.card import ModelCard, active_fraction
 from plans.machine import MachineReport
-from plans.placement import Placement
+from plans.placement import NATIVE, Placement
 from plans.plan import RequestMix
 from plans.units import Unit
 
@@ -112,7 +112,7 @@ def predict(
     card: ModelCard, work: Work, placement: Placement, report: MachineReport, mix: RequestMix
 ) -> Prediction | None:
     """None for engines whose kernels were not probed and for models without units."""
-    if placement.engine != "native" or not card.units:
+    if placement.engine != NATIVE or not card.units:
         return None
     middle = mix.prompt_tokens + mix.output_tokens // 2
     decode_s = predict_decode_s(card, work, placement, report, middle)

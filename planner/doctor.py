@@ -18,7 +18,7 @@ from configs.paths import cache_folder, data_folder, plans_folder, settings_file
 from configs.settings import Settings, load_settings
 from planner.engines import offers
 from plans import host
-from plans.key import library_path, worker_folder
+from plans.library import library_path, worker_folder
 from plans.machine import Gpu
 from plans.store import PlanStore
 

@@ -13,10 +13,11 @@ import msgspec
 from configs.errors import EngineStartError, PlanError
 from configs.paths import logs_folder, usable_folder
 from configs.settings import Settings
+from configs.version import placewright_version
 from planner.pool import EngineFactory
-from planner.version import placewright_version
-from plans.key import NATIVE, executable_build, library_path, native_build
-from plans.placement import Placement
+from plans.key import executable_build, native_build
+from plans.library import library_path
+from plans.placement import NATIVE, Placement
 from plans.plan import EngineBuild
 from worker.engines.base import Engine
 from worker.engines.llama_command import find_program

@@ -26,9 +26,9 @@ from planner.search import Candidate, SearchResult, check_limits, request_s, sea
 from planner.select import Selection, select
 from planner.workload import PlanRequest, make_workload
 from plans.card import ModelCard
-from plans.key import NATIVE, make_key, verify_model
+from plans.key import make_key, verify_model
 from plans.machine import MachineReport
-from plans.placement import Placement
+from plans.placement import NATIVE, Placement
 from plans.plan import FORMAT_VERSION, Evidence, ModelIdentity, Plan, PlanKey, RequestMix, Workload
 
 MOST_FINALISTS = 8

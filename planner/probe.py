@@ -24,7 +24,7 @@ from planner.bystanders import Bystanders, disturbance
 from planner.progress import Reporter
 from plans import host
 from plans.files import hash_file, write_atomically
-from plans.key import library_path, worker_folder
+from plans.library import library_path, worker_folder
 from plans.machine import REPORT_VERSION, Host, MachineReport
 
 TIMEOUT_S = 300.0

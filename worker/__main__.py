@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib.metadata
 import logging
 import os
 import signal
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from configs.parent import die_with_parent
+from configs.version import placewright_version
+from plans.host import read_cpu
 from plans.placement import Placement
 from worker.runtime.executor import Executor, ExecutorFactory, ProgressCallback
 from worker.runtime.pipes import Stop
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None, factory: ExecutorFactory | None = N
     die_with_parent(options.parent_pid)
     stdin, stdout = _take_pipes(options.log_file)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # before any thread: all of them inherit it
-    worker_options = WorkerOptions(_isa(), _version(), options.stall_limit_s)
+    worker_options = WorkerOptions(_isa(), placewright_version(), options.stall_limit_s)
     worker = Worker(factory or load_model, os.fdopen(stdin, "rb"), stdout, worker_options)
     threading.Thread(target=_stop_on_signal, args=(worker.stop,), name="signals", daemon=True).start()
     code = worker.run()
@@ -87,22 +88,11 @@ def _stop_on_signal(stop: Stop) -> None:
 
 
 def _isa() -> str:
-    """The widest instruction set that the kernels may use here, from what the kernel reports of the CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return "unknown"
-    flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+    """The widest instruction set that the kernels may use here; the library itself is not loaded yet."""
+    flags = set(read_cpu().flags)
     if {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"} <= flags:
         return "avx512_vnni"
     return "avx2" if {"avx2", "fma"} <= flags else "unsupported"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("placewright")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 if __name__ == "__main__":

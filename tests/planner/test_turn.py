@@ -10,7 +10,7 @@ import pytest
 
 from planner.progress import Reporter
 from planner.turn import measuring_turn
-from plans.key import worker_folder
+from plans.library import worker_folder
 
 HOLDER = """
 from planner.turn import Reporter, measuring_turn

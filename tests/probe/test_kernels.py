@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plans.key import library_path
+from plans.library import library_path
 from worker.probe import kernels
 
 needs_library = pytest.mark.skipif(not library_path().is_file(), reason="the native library is not built")

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from configs.errors import EngineStartError
-from plans.key import library_path
+from plans.library import library_path
 from tests.cuda.host_device import HostDevice, view
 from worker.cpu.feed import NativeFeed
 from worker.cpu.library import load_library

@@ -10,7 +10,6 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 
 ABI_VERSION = 1
-PAGE_TOKENS = 32
 MAX_TOP = 20
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from worker.ops.batch import PAGE_TOKENS, Batch
+from plans.placement import PAGE_TOKENS
+from worker.ops.batch import Batch
 from worker.ops.oplist import Op, OpKind, OpList, Weight
 
 Float32Array = npt.NDArray[np.float32]

@@ -17,9 +17,6 @@ import msgspec
 from plans.placement import Placement
 from worker.protocol import SamplingParams
 
-PAGE_TOKENS = 32
-"""Tokens in a page of the key/value cache (PW_PAGE_TOKENS of the kernels)."""
-
 DRAWN = -1
 """Stands for a token id that nobody knows yet: the one that the step before draws for the part of the same index."""
 

@@ -10,14 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.errors import EngineStartError
-from plans.placement import Placement
+from plans.placement import PAGE_TOKENS, Placement
 from worker.cpu.library import load_library
 from worker.cpu.lowered import lowered_structs
 from worker.cpu.structs import KvType
 from worker.model.describe import describe_file
 from worker.model.gguf import ModelFile, open_model
 from worker.model.quants import dequantize
-from worker.ops.batch import PAGE_TOKENS
 from worker.ops.lower import lower
 from worker.ops.oplist import OpList, Weight
 from worker.runtime.executor import Executor

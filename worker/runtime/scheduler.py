@@ -21,10 +21,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from plans.placement import PAGE_TOKENS
 from worker.protocol import Accepted, Done, Failed, FromWorker, Generate, Score, Scored, TokenEvent
 from worker.runtime.cancel import CancelBoard
 from worker.runtime.executor import (
-    PAGE_TOKENS,
     Executor,
     RunsAhead,
     SampledToken,

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import msgspec
 
 from configs.errors import EngineError, ModelFileError, UserError
-from plans.placement import Placement
+from plans.placement import PAGE_TOKENS, Placement
 from worker.protocol import (
     PROTOCOL_VERSION,
     Bye,
@@ -35,7 +35,7 @@ from worker.protocol import (
     ToWorker,
 )
 from worker.runtime.cancel import CancelBoard
-from worker.runtime.executor import PAGE_TOKENS, Executor, ExecutorFactory
+from worker.runtime.executor import Executor, ExecutorFactory
 from worker.runtime.pipes import EventWriter, Inbox, Malformed, Pulse, Stop, read_messages
 from worker.runtime.scheduler import Limits, Scheduler
 

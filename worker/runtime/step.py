@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.errors import EngineError
-from plans.placement import Placement
+from plans.placement import PAGE_TOKENS, Placement
 from worker.cpu.batch import StepBatch as StepArrays
 from worker.cpu.handles import KvCache, Step, Team
 from worker.cpu.library import Library
 from worker.cpu.structs import SampledStruct, SamplerStruct, WeightStruct
-from worker.ops.batch import PAGE_TOKENS, Batch, PageTables
+from worker.ops.batch import Batch, PageTables
 from worker.ops.oplist import OpList
 from worker.runtime.executor import (
     CancelFlag,
