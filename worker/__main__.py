@@ -18,9 +18,10 @@ from typing import NoReturn
 
 from configs.parent import die_with_parent
 from configs.version import placewright_version
-from plans.host import read_cpu
+from plans.host import kernel_level, read_cpu
 from plans.placement import Placement
-from worker.runtime.executor import Executor, ExecutorFactory, ProgressCallback
+from worker.protocol import ProgressCallback
+from worker.runtime.executor import Executor, ExecutorFactory
 from worker.runtime.pipes import Stop
 from worker.runtime.serve import Worker, WorkerOptions
 
@@ -33,7 +34,8 @@ def main(arguments: list[str] | None = None, factory: ExecutorFactory | None = N
     die_with_parent(options.parent_pid)
     stdin, stdout = _take_pipes(options.log_file)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # before any thread: all of them inherit it
-    worker_options = WorkerOptions(_isa(), placewright_version(), options.stall_limit_s)
+    isa = kernel_level(read_cpu().flags) or "unsupported"  # the kernels themselves are not loaded yet
+    worker_options = WorkerOptions(isa, placewright_version(), options.stall_limit_s)
     worker = Worker(factory or load_model, os.fdopen(stdin, "rb"), stdout, worker_options)
     threading.Thread(target=_stop_on_signal, args=(worker.stop,), name="signals", daemon=True).start()
     code = worker.run()
@@ -85,14 +87,6 @@ def _take_pipes(log_file: Path | None) -> tuple[int, int]:
 def _stop_on_signal(stop: Stop) -> None:
     while True:
         stop.request(f"signal {signal.Signals(signal.sigwait(STOP_SIGNALS)).name}")
-
-
-def _isa() -> str:
-    """The widest instruction set that the kernels may use here; the library itself is not loaded yet."""
-    flags = set(read_cpu().flags)
-    if {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"} <= flags:
-        return "avx512_vnni"
-    return "avx2" if {"avx2", "fma"} <= flags else "unsupported"
 
 
 if __name__ == "__main__":

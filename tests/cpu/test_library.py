@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from configs.errors import EngineError, EngineStartError, RequestFailedError
+from plans import host
 from tests.cpu.steps import Case, batch_of
 from worker.cpu import structs
 from worker.cpu.batch import StepBatch
@@ -46,6 +47,11 @@ def test_version_and_struct_sizes_are_checked(library: Library, monkeypatch: pyt
     ):
         patch.setitem(structs.STRUCTS, "pw_op", Longer)
         load_library(library.path)
+
+
+def test_the_level_is_the_one_that_the_cpus_flags_say(library: Library) -> None:
+    """The worker says hello, and doctor looks, before the library is loaded."""
+    assert host.kernel_level(host.read_cpu().flags) == library.isa
 
 
 def test_levels_types_and_sizes(library: Library) -> None:

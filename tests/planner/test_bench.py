@@ -14,7 +14,7 @@ from planner.bench.cli import check_threads, fitting, race_text
 from planner.bench.run import RaceTask
 from planner.measure import Lengths
 from planner.progress import Reporter
-from plans.machine import ReadRate
+from plans.machine import ReadRate, best_read_bytes_per_s
 from plans.placement import GPU_ONLY, Placement
 from plans.plan import MemoryNeed, Plan
 from tests.planner.fakes import EngineFarm, card, encode, placement, texts
@@ -148,10 +148,10 @@ def test_the_table_names_both_sides() -> None:
     assert "plan: native" in text and "baseline: llama-server" in text and "pairs" in text
 
 
-def test_ram_rate_is_the_best_up_to_the_threads() -> None:
+def test_the_read_rate_is_the_best_up_to_the_threads() -> None:
     rates = [ReadRate(1, True, 10.0), ReadRate(2, False, 15.0), ReadRate(4, True, 30.0)]
-    assert [common.ram_rate(rates, threads) for threads in (1, 3, 8)] == [10.0, 15.0, 30.0]
-    assert common.ram_rate([], 4) is None
+    assert [best_read_bytes_per_s(rates, threads) for threads in (1, 3, 8)] == [10.0, 15.0, 30.0]
+    assert best_read_bytes_per_s([], 4) is None
 
 
 def test_lengths_must_fit_the_plan() -> None:

@@ -9,8 +9,8 @@ import msgspec
 
 from plans.placement import NATIVE, Placement
 from worker.client import Deadlines, WorkerClient
-from worker.engines.base import Engine, EngineInfo, ProgressCallback
-from worker.protocol import Done, Generate, Load, Score, Scored, TokenEvent
+from worker.engines.base import Engine, EngineInfo
+from worker.protocol import Done, Generate, Load, ProgressCallback, Score, Scored, TokenEvent
 
 
 class NativeEngine(Engine):

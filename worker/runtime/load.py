@@ -19,9 +19,10 @@ from worker.model.gguf import ModelFile, open_model
 from worker.model.quants import dequantize
 from worker.ops.lower import lower
 from worker.ops.oplist import OpList, Weight
+from worker.protocol import ProgressCallback
 from worker.runtime.executor import Executor
 from worker.runtime.step import NativeExecutor
-from worker.runtime.weights import Progress, load_weights
+from worker.runtime.weights import load_weights
 
 KV_TYPES = {"f16": KvType.F16, "q8_0": KvType.Q8_0}
 
@@ -30,7 +31,9 @@ def _silent(phase: str, done_bytes: int, total_bytes: int) -> None:
     pass
 
 
-def load_executor(model_path: str | Path, placement: Placement, progress: Progress = _silent) -> Executor:
+def load_executor(
+    model_path: str | Path, placement: Placement, progress: ProgressCallback = _silent
+) -> Executor:
     """What the worker runs, chosen by the placement's devices.
 
     Raises ModelFileError for the file, EngineStartError for this machine.
@@ -44,7 +47,7 @@ def load_executor(model_path: str | Path, placement: Placement, progress: Progre
 
 
 def load_native(
-    model_path: str | Path, placement: Placement, *, max_outputs: int, progress: Progress = _silent
+    model_path: str | Path, placement: Placement, *, max_outputs: int, progress: ProgressCallback = _silent
 ) -> NativeExecutor:
     """Everything on the CPU, with a choice of how many rows of logits a step may have."""
     file = open_model(model_path)
@@ -64,7 +67,7 @@ def native_executor(
     *,
     n_pages: int,
     max_outputs: int,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> NativeExecutor:
     """An executor of `oplist`, which may be a part of the model."""
     started = time.monotonic()

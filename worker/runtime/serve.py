@@ -14,6 +14,7 @@ from typing import BinaryIO
 import msgspec
 
 from configs.errors import EngineError, ModelFileError, UserError
+from plans.host import resident_bytes
 from plans.placement import PAGE_TOKENS, Placement
 from worker.protocol import (
     PROTOCOL_VERSION,
@@ -227,7 +228,7 @@ class Worker:
     def _stats(self, scheduler: Scheduler) -> dict[str, float | int | None]:
         return scheduler.stats() | {
             "uptime_s": time.monotonic() - self._started_s,
-            "resident_bytes": _resident_bytes(),
+            "resident_bytes": resident_bytes(),
         }
 
     # ---- ends -----------------------------------------------------------------------------------
@@ -265,12 +266,3 @@ def _load_error_code(error: Exception) -> str:
     if isinstance(error, EngineError):
         return "machine"
     return "io" if isinstance(error, OSError) else "internal"
-
-
-def _resident_bytes() -> int | None:
-    """What this process holds in memory; None where /proc does not say."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None
