@@ -34,7 +34,6 @@ class PlainCodec:
     """The tokenizer as engines want it that are other servers: what they wrote, to ids and back."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.n_vocab = tokenizer.n_vocab
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:

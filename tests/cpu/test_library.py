@@ -13,8 +13,8 @@ from configs.errors import EngineError, EngineStartError, RequestFailedError
 from plans import host
 from tests.cpu.steps import Case, batch_of
 from worker.cpu import structs
-from worker.cpu.batch import StepBatch
 from worker.cpu.library import Library, Team, load_library
+from worker.cpu.step_arrays import StepArrays
 from worker.ops.oplist import KvLayer, Op, OpKind
 
 
@@ -181,14 +181,14 @@ def test_steps_without_what_they_need_are_refused(
         case.step(team, case.kv(2))
 
 
-def _set(name: str, index: int | tuple[int, int], value: int) -> Callable[[StepBatch], None]:
-    def change(batch: StepBatch) -> None:
+def _set(name: str, index: int | tuple[int, int], value: int) -> Callable[[StepArrays], None]:
+    def change(batch: StepArrays) -> None:
         getattr(batch, name)[index] = value
 
     return change
 
 
-def _set_struct(name: str, value: int | None) -> Callable[[StepBatch], None]:
+def _set_struct(name: str, value: int | None) -> Callable[[StepArrays], None]:
     return lambda batch: setattr(batch.struct, name, value)
 
 
@@ -214,7 +214,7 @@ def _set_struct(name: str, value: int | None) -> Callable[[StepBatch], None]:
     ],
 )
 def test_batches_out_of_bounds_are_refused(
-    library: Library, team: Team, rng: np.random.Generator, change: Callable[[StepBatch], None], words: str
+    library: Library, team: Team, rng: np.random.Generator, change: Callable[[StepArrays], None], words: str
 ) -> None:
     case = layer(library, rng)
     step = case.step(team, case.kv(2))

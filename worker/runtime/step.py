@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from configs.errors import EngineError
 from plans.placement import PAGE_TOKENS, Placement
-from worker.cpu.batch import StepBatch as StepArrays
 from worker.cpu.handles import KvCache, Step, Team
 from worker.cpu.library import Library
+from worker.cpu.step_arrays import StepArrays
 from worker.cpu.structs import SampledStruct, SamplerStruct, WeightStruct
 from worker.ops.batch import Batch, PageTables
 from worker.ops.oplist import OpList
