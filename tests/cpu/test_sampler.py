@@ -32,18 +32,6 @@ class Sampling:
             for name, value in settings.items():
                 setattr(sampler, name, value)
 
-    def set_history(self, tokens: np.ndarray) -> None:
-        """The tokens that output 0's penalties look at."""
-        self.kept_history = tokens  # the struct holds its address only
-        sampler = self.batch.samplers[0]
-        sampler.history, sampler.n_history = tokens.ctypes.data, len(tokens)
-
-    def set_bias(self, ids: np.ndarray, values: np.ndarray) -> None:
-        """What is added to output 0's logits of `ids`."""
-        self.kept_bias = ids, values
-        sampler = self.batch.samplers[0]
-        sampler.bias_ids, sampler.bias_values, sampler.n_bias = ids.ctypes.data, values.ctypes.data, len(ids)
-
     def run(self, n_threads: int = 1) -> list[SampledStruct]:
         assert self.step.run(self.batch.struct, n_threads)
         return list(self.batch.sampled)
@@ -88,7 +76,7 @@ def test_log_probabilities_are_the_models_own(
     sampling = Sampling(library, team, logits)
     sampling.set(n_top=MAX_TOP, temperature=0.7, top_k=2, presence_penalty=1.0)
     history = np.array([0, 1], np.int32)
-    sampling.set_history(history)
+    sampling.batch.set_history(0, history)
     for row, sampled in zip(logits, sampling.run(), strict=True):
         expected = np.log(softmax(row))
         order = np.argsort(-row, kind="stable")[:MAX_TOP]
@@ -200,7 +188,7 @@ def test_penalties_and_bias(library: Library, level: str, team: Team, temperatur
     sampling.set(temperature=temperature)
     assert sampling.token() == 1
     history = np.array([1, 1, 3], np.int32)
-    sampling.set_history(history)
+    sampling.batch.set_history(0, history)
     sampling.set(presence_penalty=0.6)
     assert sampling.token() == 1  # 2, 2.4, -1, 1.9
     sampling.set(frequency_penalty=0.3)
@@ -210,13 +198,13 @@ def test_penalties_and_bias(library: Library, level: str, team: Team, temperatur
     sampling.set(repeat_penalty=1.4)
     assert sampling.token() == 1  # 2, 2.14, -1, 1.79
     ids, values = np.array([2, 1], np.int32), np.array([10.0, -np.inf], np.float32)
-    sampling.set_bias(ids, values)
+    sampling.batch.set_bias(0, ids, values)
     assert sampling.token() == 2
 
 
 def test_repeat_penalty_pushes_negative_logits_down(library: Library, team: Team) -> None:
     sampling = Sampling(library, team, np.array([[-1.0, -1.1]]))
-    sampling.set_history(np.array([0], np.int32))
+    sampling.batch.set_history(0, np.array([0], np.int32))
     sampling.set(repeat_penalty=1.5)
     assert sampling.token() == 1
 
@@ -227,7 +215,7 @@ def test_logits_are_handed_out_unchanged(library: Library, team: Team, rng: np.r
     out = np.zeros((3, 77), np.float32)
     sampling.batch.set_logits(out)
     sampling.set(presence_penalty=2.0)
-    sampling.set_history(np.array([5], np.int32))
+    sampling.batch.set_history(0, np.array([5], np.int32))
     sampling.run(2)
     np.testing.assert_array_equal(out, logits)
 
@@ -248,7 +236,7 @@ def test_impossible_logits_are_refused_with_words(library: Library, level: str, 
     with pytest.raises(RequestFailedError, match="no finite"):
         sampling.run()
     sampling = Sampling(library, team, np.zeros((1, 2)))
-    sampling.set_bias(np.array([0, 1], np.int32), np.full(2, -np.inf, np.float32))
+    sampling.batch.set_bias(0, np.array([0, 1], np.int32), np.full(2, -np.inf, np.float32))
     with pytest.raises(RequestFailedError, match="no token"):
         sampling.run()
 
@@ -277,11 +265,11 @@ def test_bad_settings_are_refused(
 
 def test_ids_outside_of_the_vocabulary_are_refused(library: Library, team: Team) -> None:
     sampling = Sampling(library, team, np.zeros((1, 5)))
-    sampling.set_history(np.array([5], np.int32))
+    sampling.batch.set_history(0, np.array([5], np.int32))
     with pytest.raises(RequestFailedError, match="history token"):
         sampling.run()
     sampling = Sampling(library, team, np.zeros((1, 5)))
-    sampling.set_bias(np.array([-1], np.int32), np.zeros(1, np.float32))
+    sampling.batch.set_bias(0, np.array([-1], np.int32), np.zeros(1, np.float32))
     with pytest.raises(RequestFailedError, match="bias"):
         sampling.run()
 

@@ -7,7 +7,7 @@ import pytest
 from planner import statistics
 
 
-def test_the_median_of_nothing_and_the_spread_of_little_are_unknown() -> None:
+def test_medians_and_means_of_nothing_are_unknown() -> None:
     assert statistics.median([]) is None
     assert statistics.spread([1.0, 2.0, 3.0]) is None
 

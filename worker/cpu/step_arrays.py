@@ -6,6 +6,7 @@ The arrays are made once; filling them and `Step.run(arrays.struct, n_threads)` 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ class StepArrays:
         self.cancel = np.zeros(1, np.int32)
         self.samplers = (SamplerStruct * max_outputs)(*[SamplerStruct(**GREEDY) for _ in range(max_outputs)])
         self.sampled = (SampledStruct * max_outputs)()
-        self._logits: NDArray[np.float32] | None = None
+        self._kept: dict[tuple[int, str], NDArray[Any] | None] = {}
         self.struct = BatchStruct(page_table_stride=max_pages)
         for name in ("token_ids", "positions", "sequence_first", "page_tables", "output_rows", "cancel"):
             setattr(self.struct, name, getattr(self, name).ctypes.data)
@@ -45,5 +46,17 @@ class StepArrays:
 
     def set_logits(self, logits: NDArray[np.float32] | None) -> None:
         """Where the model's logits [max_outputs, n_vocab] are copied to; None for nowhere."""
-        self._logits = logits  # kept alive
+        self._kept[0, "logits"] = logits
         self.struct.logits = None if logits is None else logits.ctypes.data
+
+    def set_history(self, output: int, history: NDArray[np.int32]) -> None:
+        """The tokens that this output's penalties look at: int32, contiguous, kept alive until replaced."""
+        self._kept[output, "history"] = history
+        self.samplers[output].history = history.ctypes.data
+        self.samplers[output].n_history = len(history)
+
+    def set_bias(self, output: int, ids: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+        """What is added to the logits of `ids`; both contiguous, kept alive until replaced."""
+        self._kept[output, "bias_ids"], self._kept[output, "bias_values"] = ids, values
+        sampler = self.samplers[output]
+        sampler.bias_ids, sampler.bias_values, sampler.n_bias = ids.ctypes.data, values.ctypes.data, len(ids)
