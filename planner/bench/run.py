@@ -16,8 +16,9 @@ import msgspec
 from configs.errors import EngineError, MeasureError
 from configs.settings import Settings
 from planner.bench.common import RaceResult, speedup, summarize
+from planner.budget import Lengths
 from planner.inspect import read_card
-from planner.measure import HOPELESS_COLD_RATIO, Lengths
+from planner.measure import HOPELESS_COLD_RATIO
 from planner.memory import predict_memory
 from planner.pool import EngineFactory, EnginePool
 from planner.progress import Reporter

@@ -12,7 +12,7 @@ from configs.errors import MeasureError, UserError
 from planner.bench import common, run
 from planner.bench.cli import check_threads, fitting, race_text
 from planner.bench.run import RaceTask
-from planner.measure import Lengths
+from planner.budget import Lengths
 from planner.progress import Reporter
 from plans.machine import ReadRate, best_read_bytes_per_s
 from plans.placement import GPU_ONLY, Placement

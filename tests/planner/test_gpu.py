@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from planner.budget import engine_start_s
 from planner.doctor import _gpus
 from planner.gpu import DeviceUse, cap_bytes, device_need, fill, gpu_candidates
 from planner.inspect import read_card
-from planner.pipeline import start_s
 from planner.pool import EnginePool
 from planner.search import search
 from plans import show
@@ -170,4 +170,4 @@ def test_a_gpu_is_filled_faster_than_ram() -> None:
     large = msgspec.structs.replace(card(), file_bytes=18 << 30)
     found = search(card(), gpu_machine(gpu()), workload(), Limits(), ("native",), 8)
     on_gpu = next(item.placement for item in found.finalists if item.placement.gpu_ordinals)
-    assert start_s(large, on_gpu) < 5 < 15 < start_s(large, placement())
+    assert engine_start_s(large, on_gpu) < 5 < 15 < engine_start_s(large, placement())

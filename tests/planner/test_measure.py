@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from configs.errors import MeasureError
-from planner.measure import Lengths, Measurement, MeasureTask, _reasons, choose_lengths, judge, measure
+from planner.budget import Lengths, choose_lengths
+from planner.measure import Measurement, MeasureTask, _reasons, judge, measure
 from planner.memory import predict_memory
 from planner.pool import EnginePool
 from planner.progress import Reporter
