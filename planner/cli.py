@@ -7,7 +7,7 @@ to stderr; `--json` prints one document. Errors travel to `placewright.py` as ex
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import get_args
 
 import typer
 
@@ -24,6 +24,7 @@ from planner.progress import make_reporter
 from planner.search import SearchResult
 from planner.workload import PlanRequest
 from plans import host, show
+from plans.placement import LoadMode
 from plans.plan import Limits, plan_builtins
 from plans.store import PlanStore
 
@@ -116,8 +117,6 @@ def make_limits(
     host_memory_mib: int | None,
     allow_storage_streaming: bool,
 ) -> Limits:
-    if load_mode not in (None, "mmap", "packed"):
-        raise UserError(f"--load-mode {load_mode} is not a load mode; there are mmap and packed")
     for flag, value in (("--host-memory-mib", host_memory_mib), ("--gpu-memory-mib", gpu_memory_mib)):
         if value is not None and value < 1:
             raise UserError(f"{flag} {value} is not a positive number of MiB")
@@ -126,13 +125,21 @@ def make_limits(
         engines=engine_names or defaults.engines,
         threads=threads,
         ubatch_tokens=ubatch,
-        load_mode=cast(Literal["mmap", "packed"] | None, load_mode),
+        load_mode=check_load_mode(load_mode),
         gpu_memory_mib=gpu_memory_mib if gpu_memory_mib is not None else defaults.gpu_memory_mib,
         host_memory_mib=host_memory_mib if host_memory_mib is not None else defaults.host_memory_mib,
         host_memory_margin_mib=defaults.host_memory_margin_mib,
         gpu_memory_margin_mib=defaults.gpu_memory_margin_mib,
         allow_storage_streaming=allow_storage_streaming or defaults.allow_storage_streaming,
     )
+
+
+def check_load_mode(name: str | None) -> LoadMode | None:
+    """Raises UserError for a name that is none."""
+    modes: tuple[LoadMode, ...] = get_args(LoadMode)
+    if name is not None and name not in modes:
+        raise UserError(f"--load-mode {name} is not a load mode; there are {' and '.join(modes)}")
+    return next((mode for mode in modes if mode == name), None)
 
 
 def check_budget(seconds: float) -> float:

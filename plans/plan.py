@@ -16,7 +16,7 @@ import tomli_w
 
 from configs.errors import PlanError
 from plans.machine import Host, ReadRate
-from plans.placement import KvType, Placement
+from plans.placement import KvType, LoadMode, Placement
 
 FORMAT_VERSION = 1
 ID_DIGITS = 20
@@ -63,7 +63,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     engines: tuple[str, ...] = ()
     threads: int | None = None
     ubatch_tokens: int | None = None
-    load_mode: Literal["mmap", "packed"] | None = None
+    load_mode: LoadMode | None = None
     gpu_memory_mib: int | None = None
     host_memory_mib: int | None = None
     host_memory_margin_mib: int = 1024  # left to the rest of the machine
