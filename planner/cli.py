@@ -1,5 +1,4 @@
-"""The planner's commands: inspect, probe, plan, plans, show, engines, doctor; `bench` is mounted from
-bench/cli.py.
+"""The planner's commands: inspect, probe, plan, plans, show, engines, doctor; `bench` is mounted from bench/cli.py.
 
 Each command reads its flags, calls one function and prints. Results go to stdout, everything said to a person
 to stderr; `--json` prints one document. Errors travel to `placewright.py` as exceptions.

@@ -1,5 +1,4 @@
-"""Predicted seconds of a placement from bytes, multiply-adds and measured rates. Ranks and prunes, never
-chooses.
+"""Predicted seconds of a placement from bytes, multiply-adds and measured rates. Ranks and prunes, never chooses.
 
 Everything is derived from the probe; where it has no rate the prediction is None and nothing is pruned on it.
 """
@@ -42,8 +41,10 @@ class Work(msgspec.Struct, frozen=True):
 
 
 def work_of(card: ModelCard, units: Sequence[Unit] | None = None) -> Work:
-    """Of all units, or of some. An embedding is looked up, not multiplied; the head runs once a sequence: it counts for
-    decode.
+    """The work of all units, or of some.
+
+    An embedding is looked up, not multiplied, so it counts for nothing; the head runs once a sequence, so it counts
+    for decode only.
     """
     decode: dict[str, float] = defaultdict(float)
     macs: dict[str, float] = defaultdict(float)

@@ -189,8 +189,7 @@ class Material:
             self._ids[text.split].append((text.name, ids))
 
     def passage(self, split: Split, index: int, prompt_tokens: int, output_tokens: int) -> Passage:
-        """Passage `index`: texts take turns, and each turn starts elsewhere in its text, so no prefix
-        repeats.
+        """Passage `index`: texts take turns, and each turn starts elsewhere in its text, so no prefix repeats.
 
         A text shorter than the passage is continued with the next ones of its split, then from its own start.
         """

@@ -1,5 +1,4 @@
-"""The key of a plan: model files, machine, engine builds, workload and limits; and whether it still holds
-here.
+"""The key of a plan: model files, machine, engine builds, workload and limits; and whether it still holds here.
 
 `serve` calls `open_verified_plan`. Every mismatch comes with its reason and its remedy.
 """

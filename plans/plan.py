@@ -1,5 +1,4 @@
-"""The plan: a placement, the evidence it was chosen on and the key it is valid for. Written once, never
-changed.
+"""The plan: a placement, the evidence it was chosen on and the key it is valid for. Written once, never changed.
 
 A plan file is TOML and its id is the beginning of the SHA-256 of the file's bytes, so `sha256sum FILE` checks
 it by hand and one changed byte is noticed. None is written by leaving the field out.
@@ -99,8 +98,7 @@ class MemoryNeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One timed run of one prompt set. Times are the client's wall clock; the first token belongs to the
-    prefill.
+    """One timed run of one prompt set. Times are the client's wall clock; the first token belongs to the prefill.
 
     `forced`: the output ids were given, so every engine did the same work.
     """
@@ -119,8 +117,7 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class CandidateResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A finalist. `score_s`: seconds that the stated request mix takes at its median rates; None if it
-    failed.
+    """A finalist. `score_s`: seconds that the stated request mix takes at its median rates; None if it failed.
 
     `ratio_to_best` with its interval compares paired trials: 1.10 means ten percent slower than the chosen
     one.

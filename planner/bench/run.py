@@ -1,5 +1,4 @@
-"""`bench run`: a plan against a tuned baseline engine, on the same file and the same token ids, round by
-round.
+"""`bench run`: a plan against a tuned baseline engine, on the same file and the same token ids, round by round.
 
 Both sides run in every round on the same passage, in random order; the baseline's threads are tuned first,
 the plan's were tuned when it was made. Ratios are of pairs, so what disturbs the machine disturbs both.

@@ -177,8 +177,9 @@ class Step(_Owned):
         return self.buffer_view(index).copy()
 
     def buffer_view(self, index: int) -> NDArray[np.float32]:
-        """The buffer itself, for handing values to a step that does not begin with the embedding. It must not outlive
-        the step.
+        """The buffer itself, f32[rows, width], for handing values to a step that does not begin with the embedding.
+
+        It must not outlive the step.
         """
         width, is_output = self._buffers[index]
         rows = self.max_outputs if is_output else self.max_tokens

@@ -78,8 +78,7 @@ _ALWAYS_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`tokens[id]` is the text as stored, `types[id]` a TokenType, `scores[id]` the merge priority (or
-    empty).
+    """`tokens[id]` is the text as stored, `types[id]` a TokenType, `scores[id]` the merge priority (or empty).
 
     `ids` is the reverse of `tokens`. An id is None where the model has no such token.
     """
