@@ -23,7 +23,7 @@ from plans.placement import Placement
 from worker.protocol import ProgressCallback
 from worker.runtime.executor import Executor, ExecutorFactory
 from worker.runtime.pipes import Stop
-from worker.runtime.serve import Worker, WorkerOptions
+from worker.runtime.serve import STALL_LIMIT_S, Worker, WorkerOptions
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
@@ -59,7 +59,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     serve.add_argument(
         "--stall-limit-s",
         type=float,
-        default=60.0,
+        default=STALL_LIMIT_S,
         help="leave pings unanswered after so long without progress",
     )
     return parser.parse_args(arguments)

@@ -40,6 +40,7 @@ from worker.runtime.executor import Executor, ExecutorFactory
 from worker.runtime.pipes import EventWriter, Inbox, Malformed, Pulse, Stop, read_messages
 from worker.runtime.scheduler import Limits, Scheduler
 
+STALL_LIMIT_S = 120.0
 CAPABILITIES = ["generate", "score", "cancel", "stats", "logprobs", "teacher_ids", "prefix_cache"]
 
 log = logging.getLogger("placewright.worker")
@@ -51,7 +52,7 @@ class WorkerOptions:
 
     isa: str
     version: str
-    stall_limit_s: float = 120.0
+    stall_limit_s: float = STALL_LIMIT_S
 
 
 class _Stopped(Exception):
