@@ -152,7 +152,7 @@ def test_more_threads_than_the_team_are_refused(
         library.team_create(0)
 
 
-def test_measuring(library: Library, level: str, team: Team) -> None:
+def test_measured_rates_are_possible_ones(library: Library, level: str, team: Team) -> None:
     memory = library.arena(8 << 20)
     memory.view()[:] = 1
     assert 1e8 < library.read_bandwidth(team, 2, memory) < 1e13

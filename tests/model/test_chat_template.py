@@ -48,7 +48,7 @@ def failure(template: ChatTemplate, messages: list[dict[str, Any]] = HELLO) -> s
     return str(raised.value)
 
 
-def test_chatml(make: Maker) -> None:
+def test_chatml_renders_a_conversation(make: Maker) -> None:
     template = make(CHATML)
     messages = [{"role": "developer", "content": 'Be <brief> & "kind"'}, *HELLO]
     shown = '<|im_start|>system\nBe <brief> & "kind"<|im_end|>\n\n<|im_start|>user\nhello<|im_end|>\n\n'

@@ -49,7 +49,7 @@ def test_units_come_in_order_and_hold_every_tensor(tmp_path: Path, arch: str) ->
         ("gemma3", ATTENTION | QK_NORM | {"post_norm"}, "half"),
     ],
 )
-def test_attention(tmp_path: Path, arch: str, roles: set[str], style: str) -> None:
+def test_attention_has_its_roles_and_shape(tmp_path: Path, arch: str, roles: set[str], style: str) -> None:
     unit, shape = attention_of(describe(tiny.write_model(tmp_path, arch=arch)), 1)
     assert set(unit.tensors) == roles
     assert (shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.rope_dim) == (4, 2, 64, 64)
@@ -64,7 +64,7 @@ def test_tied_head_names_the_embedding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3moe"])
-def test_experts(tmp_path: Path, arch: str) -> None:
+def test_experts_are_stacked_behind_a_router(tmp_path: Path, arch: str) -> None:
     model = describe(tiny.write_model(tmp_path, arch=arch, n_experts=6, n_experts_used=3))
     unit = model.units[2]
     assert unit.kind == "moe_ffn" and set(unit.tensors) == {

@@ -295,7 +295,7 @@ def test_an_interrupt_stops_the_engines() -> None:
         (Interval(1.0, 0.99, 1.01, 5), "equal"),
     ],
 )
-def test_verdicts(interval: Interval | None, verdict: str) -> None:
+def test_an_interval_proves_slower_equal_or_nothing_yet(interval: Interval | None, verdict: str) -> None:
     assert judge(interval) == verdict
 
 

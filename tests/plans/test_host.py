@@ -36,7 +36,9 @@ def test_cache_sizes(text: str | None, size: int | None) -> None:
         ({}, None),
     ],
 )
-def test_quota(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
+def test_the_quota_of_either_version_of_control_groups(
+    tmp_path: Path, files: dict[str, str], cores: float | None
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
