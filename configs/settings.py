@@ -69,8 +69,7 @@ class PlanSettings(Section):
     engines: Annotated[Names, Field(min_length=1)] = ("native",)
     host_memory_mib: Count | None = None  # None: what is free less the margin
     host_memory_margin_mib: Annotated[int, Field(ge=0)] = 1024
-    gpu_memory_mib: Count | None = None  # of each GPU; None: what is free less the margin
-    gpu_memory_margin_mib: Annotated[int, Field(ge=0)] = 512
+    gpu_memory_mib: Count | None = None  # None: what is free less 512
     allow_storage_streaming: bool = False
 
 

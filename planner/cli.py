@@ -128,7 +128,6 @@ def make_limits(
         gpu_memory_mib=gpu_memory_mib if gpu_memory_mib is not None else defaults.gpu_memory_mib,
         host_memory_mib=host_memory_mib if host_memory_mib is not None else defaults.host_memory_mib,
         host_memory_margin_mib=defaults.host_memory_margin_mib,
-        gpu_memory_margin_mib=defaults.gpu_memory_margin_mib,
         allow_storage_streaming=allow_storage_streaming or defaults.allow_storage_streaming,
     )
 

@@ -22,6 +22,7 @@ from plans.units import MoeShape, TensorRef, Unit
 
 MIB = 1 << 20
 UBATCHES = (512, 1024, 2048, 4096)
+MARGIN_MIB = 512  # of what is free, left to others where no cap is given
 CONTEXT_BYTES = 640 * MIB  # driver, cuBLAS, kernels
 LIBRARIES_BYTES = 112 * MIB  # of it, what comes after the context
 GRAPH_BYTES = 2 * MIB
@@ -35,7 +36,7 @@ _ROUTED_PREFILL_SHARE = 0.5  # rate of grouped experts against that of one large
 
 def cap_bytes(gpu: GpuRates, limits: Limits) -> int:
     """What a plan may use of a device."""
-    free = max(0, gpu.memory_free_bytes - limits.gpu_memory_margin_mib * MIB)
+    free = max(0, gpu.memory_free_bytes - MARGIN_MIB * MIB)
     return free if limits.gpu_memory_mib is None else min(free, limits.gpu_memory_mib * MIB)
 
 

@@ -66,7 +66,6 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     gpu_memory_mib: int | None = None
     host_memory_mib: int | None = None
     host_memory_margin_mib: int = 1024  # left to the rest of the machine
-    gpu_memory_margin_mib: int = 512  # left free on each GPU
     allow_storage_streaming: bool = False
 
 

@@ -197,7 +197,7 @@ def test_settings_of_the_plan_table_reach_the_request(
     settings.write_text(
         "[plan]\ntuning_budget_s = 9\ncontext_length_tokens = 777\nconcurrency = 2\nkv_types = ['q8_0']\n"
         "engines = ['llama-server']\nhost_memory_mib = 900\nhost_memory_margin_mib = 11\ngpu_memory_mib = 800\n"
-        "gpu_memory_margin_mib = 22\nallow_storage_streaming = true\n"
+        "allow_storage_streaming = true\n"
     )
     monkeypatch.setenv("PLACEWRIGHT_CONFIG", str(settings))
     seen: list[PlanRequest] = []
@@ -216,6 +216,5 @@ def test_settings_of_the_plan_table_reach_the_request(
         host_memory_mib=900,
         host_memory_margin_mib=11,
         gpu_memory_mib=800,
-        gpu_memory_margin_mib=22,
         allow_storage_streaming=True,
     )

@@ -108,7 +108,6 @@ def test_the_cap_is_what_is_free_less_a_margin_or_the_flag() -> None:
     assert cap_bytes(gpu(free_mib=10_000), Limits()) == (10_000 - 512) * MIB
     assert cap_bytes(gpu(free_mib=10_000), Limits(gpu_memory_mib=4_000)) == 4_000 * MIB
     assert cap_bytes(gpu(free_mib=2_000), Limits(gpu_memory_mib=4_000)) == (2_000 - 512) * MIB
-    assert cap_bytes(gpu(free_mib=10_000), Limits(gpu_memory_margin_mib=64)) == (10_000 - 64) * MIB
 
 
 @pytest.mark.parametrize("shape", ["tiny-dense", "tiny-moe"])
