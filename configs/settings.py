@@ -34,9 +34,9 @@ class SamplingDefaults(Section):
 
     temperature: NotNegative = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0  # 0: the likeliest token only
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repeat_penalty: Positive = 1.0
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0
 
 
 class ServeSettings(Section):
@@ -44,7 +44,7 @@ class ServeSettings(Section):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8090
-    api_key: str | None = None  # None: any key is accepted
+    api_key: Annotated[str, Field(min_length=1)] | None = None  # None: any key is accepted
     cors_origins: Names = ()  # besides pages served from this machine; "*" admits every page
     strict_model_names: bool = False  # True: a request for another model's name is a 404
     max_waiting_requests: Annotated[int, Field(ge=0)] = 64  # beyond those the engine runs at a time

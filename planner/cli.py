@@ -29,8 +29,8 @@ from plans.store import PlanStore
 
 
 def split_list(flag: str, text: str | None) -> tuple[str, ...]:
-    """The names of a list; () where the flag was not given. Raises UserError for a list of nothing."""
-    names = tuple(part.strip() for part in (text or "").split(",") if part.strip())
+    """The names of a list, each once; () where the flag was not given. Raises UserError for a list of nothing."""
+    names = tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
     if text is not None and not names:
         raise UserError(f"{flag} {text!r} names nothing; leave the flag out or give a list like a,b")
     return names
@@ -168,6 +168,7 @@ def print_search(found: SearchResult | None, json: bool) -> None:
     assert found is not None
     if not json:
         emit("\n".join(f"would measure {item.label}" for item in found.finalists))
+        say(show.CANDIDATE_KEY)
         return
     finalists = [
         {

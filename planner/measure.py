@@ -123,7 +123,7 @@ class _Race:
     async def trial(self, candidate: Candidate, split: Split, number: int, cold: bool) -> Trial | None:
         """One trial; None when there is none: the engine failed, and the candidate is out with its words, or the
         budget ended, and it is out only if this was its first one."""
-        self.reporter.busy(f"round {number}: {candidate.label}")
+        self.reporter.busy(f"{_trial_name(split, number, cold)}: {candidate.label}")
         try:
             timing, prompt = await self._timed(candidate, split, number)
         except (EngineError, MeasureError) as error:
@@ -244,6 +244,12 @@ class _Race:
             if interval is not None and verdict == "slower" and len(self.alive) > 2:
                 await self._lost(candidate, leader, interval)
         return settled
+
+
+def _trial_name(split: Split, number: int, cold: bool) -> str:
+    if number == 0:
+        return "cold trial" if cold else "warm trial"
+    return f"{'held-out ' if split == 'heldout' else ''}round {number}"
 
 
 def judge(interval: Interval | None) -> Literal["slower", "equal", "open"]:

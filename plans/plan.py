@@ -183,6 +183,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_memory: tuple[MemoryNeed, ...] = ()  # of each GPU in use, by ascending number
     id: str = ""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for parts that do not belong together; a file then reads as no plan."""
+        if self.placement.engine not in {build.name for build in self.key.engine_builds}:
+            raise ValueError(f"its key holds no build of its engine, {self.placement.engine}")
+        if len(self.gpu_memory) != len(self.placement.gpu_ordinals):
+            raise ValueError("it has other GPUs in its placement than in its memory")
+
     @property
     def engine_build(self) -> EngineBuild:
         """The build of the engine that was chosen."""

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from configs.errors import SettingsError
 from configs.settings import ServeSettings, Settings, load_settings
 from plans.plan import Plan
 from server.app import build_app
@@ -35,7 +36,12 @@ def serve_command(
         ),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", help="Clients must send this key. Default: none is asked for.")
+        str | None,
+        typer.Option(
+            "--api-key",
+            help="Clients must send this key. Others see it in `ps`; in the settings it stays private. "
+            "Default: none is asked for, or the settings'.",
+        ),
     ] = None,
 ) -> None:
     """Serve a plan over HTTP, compatible with OpenAI's API."""
@@ -83,6 +89,10 @@ def mount(app: typer.Typer) -> None:
 
 
 def _with_flags(settings: Settings, host: str | None, port: int | None, api_key: str | None) -> Settings:
+    if api_key == "":
+        raise SettingsError(
+            "--api-key is empty, which would let everybody in; give a key or leave the flag out"
+        )
     given = {"host": host, "port": port, "api_key": api_key}
     update = {name: value for name, value in given.items() if value is not None}
     return settings.model_copy(update={"serve": settings.serve.model_copy(update=update)})

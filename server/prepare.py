@@ -16,6 +16,8 @@ from server.schema import ChatRequest, CompletionRequest, SamplingFields
 from server.service import Service
 from worker.protocol import Generate, SamplingParams
 
+SMALLEST_TOP_P = 1e-6  # keeps one token; engines compute in single precision, where less may be zero
+
 
 class Terms(NamedTuple):
     """Where the two APIs call the same thing by other names."""
@@ -104,7 +106,7 @@ def _sampling(request: SamplingFields, service: Service, top_logprobs: int | Non
     return SamplingParams(
         temperature=chosen("temperature"),
         top_k=min(max(0, chosen("top_k")), service.model.n_vocab),  # more than there are is no limit
-        top_p=chosen("top_p"),
+        top_p=max(chosen("top_p"), SMALLEST_TOP_P),
         min_p=chosen("min_p"),
         repeat_penalty=chosen("repeat_penalty"),
         presence_penalty=request.presence_penalty or 0.0,

@@ -2,10 +2,11 @@
 
 from plans.show.card import card_builtins, card_text
 from plans.show.machine import report_text
-from plans.show.plan import listing_builtins, listing_text, plan_text
+from plans.show.plan import CANDIDATE_KEY, listing_builtins, listing_text, plan_text
 from plans.show.text import number_text, rate_text, table
 
 __all__ = [
+    "CANDIDATE_KEY",
     "card_builtins",
     "card_text",
     "listing_builtins",

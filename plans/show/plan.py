@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from configs.errors import printable
 from plans.plan import CandidateResult, Plan, plan_builtins
 from plans.show.text import bytes_text, number_text, table
 from plans.store import PlanListing
@@ -15,9 +17,18 @@ def listing_builtins(listing: PlanListing) -> list[dict[str, Any]]:
     return [*(plan_builtins(plan) for plan in listing.plans), *damaged]
 
 
+CANDIDATE_KEY = (
+    "Candidates: engine, d and p: decode and prefill threads, u: tokens of a step, weights, KV type."
+)
+
+
 def _winner(plan: Plan) -> CandidateResult | None:
     """The evidence of the placement that was chosen; it is the first row."""
     return plan.evidence.candidates[0] if plan.evidence.candidates else None
+
+
+def _moment_text(moment: str) -> str:
+    return moment[:16].replace("T", " ")
 
 
 def listing_text(listing: PlanListing) -> str:
@@ -27,15 +38,17 @@ def listing_text(listing: PlanListing) -> str:
         rows.append(
             (
                 plan.id[:12],
-                plan.model.name[:36],
+                printable(Path(plan.model.paths[0]).stem[:36]),  # as `serve` names it: tells quants apart
                 plan.placement.engine,
                 f"{plan.workload.context_length_tokens} x {plan.workload.concurrency}",
                 number_text(best.prefill_tokens_per_s if best else None),
                 number_text(best.decode_tokens_per_s if best else None),
-                plan.created_at[:16].replace("T", " "),
+                _moment_text(plan.created_at),
             )
         )
-    lines = [table(("id", "model", "engine", "context", "prefill tok/s", "decode tok/s", "created"), rows)]
+    lines = [
+        table(("id", "model", "engine", "context", "prefill tok/s", "decode tok/s", "created UTC"), rows)
+    ]
     lines += [f"  damaged: {item.name}: {item.reason}" for item in listing.damaged]
     return "\n".join(lines)
 
@@ -45,6 +58,7 @@ def plan_text(plan: Plan) -> str:
     lines = [
         f"plan {plan.id}",
         f"  model      {plan.model.name} ({plan.model.architecture}, {bytes_text(plan.model.bytes)})",
+        f"  file       {printable(plan.model.paths[0])}",
         f"  engine     {placement.engine} {plan.engine_build.version}",
         f"  workload   {plan.workload.concurrency} sequence(s) of {placement.context_length_tokens} tokens, "
         f"KV {placement.kv_type}",
@@ -56,11 +70,13 @@ def plan_text(plan: Plan) -> str:
         f"KV {bytes_text(plan.memory.kv_bytes)}, workspace {bytes_text(plan.memory.workspace_bytes)}",
         *_gpu_memory_lines(plan),
         f"  machine    {plan.key.machine_fingerprint} ({plan.host.cpus[0].model_name})",
-        f"  made       {plan.created_at} by {plan.placewright_version}, {evidence.spent_s:.1f} s of measuring",
+        f"  made       {_moment_text(plan.created_at)} UTC by Placewright {plan.placewright_version}, "
+        f"{evidence.spent_s:.1f} s of measuring",
         f"  chosen     {evidence.chosen_because}",
         f"  decided    {evidence.decided}",
         "",
         f"  Score: seconds of a request of {mix.prompt_tokens} prompt and {mix.output_tokens} output tokens.",
+        f"  {CANDIDATE_KEY}",
         table(_RESULT_HEAD, [_result_row(row) for row in evidence.candidates]),
         "",
         f"  {sum(row.count for row in plan.rejected)} other candidates were rejected:",

@@ -180,6 +180,11 @@ def test_context_that_is_no_json(make: Maker) -> None:
         make("x").render(HELLO, extra=object())
 
 
+def test_values_of_a_client_may_have_any_name(make: Maker) -> None:
+    source = "{{ messages[0].content }} {{ source }}"
+    assert make(source).render(HELLO, **{"self": 1, "messages": 2, "source": 3, "a b": 4}) == "hello 3"
+
+
 def test_load_from_metadata() -> None:
     assert load_chat_template({}) is None
     template = load_chat_template(

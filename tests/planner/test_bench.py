@@ -16,7 +16,7 @@ from planner.budget import Lengths
 from planner.progress import Reporter
 from plans.machine import ReadRate, best_read_bytes_per_s
 from plans.placement import GPU_ONLY, Placement
-from plans.plan import MemoryNeed, Plan
+from plans.plan import EngineBuild, MemoryNeed, Plan
 from tests.planner.fakes import EngineFarm, card, encode, placement, texts
 from tests.plans.samples import sample_plan
 
@@ -119,7 +119,7 @@ def test_a_side_that_fails_ends_the_race_with_its_words(trouble: str) -> None:
 
 
 def test_a_plan_on_the_baseline_itself_is_refused() -> None:
-    plan = sample_plan()
+    plan = sample_plan(builds=(EngineBuild("native", "1"), EngineBuild("llama-server", "1")))
     same = placement(
         engine="llama-server", load_mode="mmap", huge_pages=False, decode_threads=4, prefill_threads=4
     )

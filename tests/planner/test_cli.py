@@ -14,6 +14,7 @@ from planner.engines import EngineOffer
 from planner.pipeline import Outcome
 from planner.workload import PlanRequest
 from plans.plan import Limits
+from plans.show import CANDIDATE_KEY
 from plans.store import PlanStore
 from tests.planner.fakes import card
 from tests.plans.samples import sample_plan
@@ -101,10 +102,11 @@ def test_plans_and_show(folders: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert placewright.run(["show", saved.id[:6], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["placement"]["engine"] == "native"
     assert placewright.run(["show", saved.id[:6]]) == 0
-    assert saved.id in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert saved.id in output and "/models/fake.gguf" in output and CANDIDATE_KEY in output
     assert placewright.run(["plans"]) == 0
     output = capsys.readouterr().out
-    assert saved.id[:12] in output and "damaged: junk.toml" in output
+    assert f"{saved.id[:12]} fake native" in " ".join(output.split()) and "damaged: junk.toml" in output
 
 
 def test_an_unwritten_settings_file_is_fine_and_a_broken_one_is_not(
@@ -127,7 +129,7 @@ def test_plan_turns_flags_into_one_request(
         return Outcome(card(), sample_plan(), True, None)
 
     monkeypatch.setattr(cli.pipeline, "make_plan", make_plan)
-    flags = "--ctx 512 --concurrency 3 --kv f16,q8_0 --engines native,llama-server --budget-s 7 --threads 2"
+    flags = "--ctx 512 --concurrency 3 --kv f16,q8_0 --engines native,llama-server,native --budget-s 7 --threads 2"
     more = "--ubatch 96 --load-mode mmap --host-memory-mib 900 --allow-storage-streaming --replan --json"
     assert placewright.run(["plan", "m.gguf", *flags.split(), *more.split()]) == 0
     (request,) = seen

@@ -72,6 +72,8 @@ def test_clamped_to_the_cache_when_that_is_smaller() -> None:
         ({"teacher_ids": []}, "invalid_request", "teacher_ids"),
         ({"sampling": SamplingParams(temperature=-1)}, "invalid_request", "temperature is -1"),
         ({"sampling": SamplingParams(top_p=1.5)}, "invalid_request", "top_p is 1.5"),
+        ({"sampling": SamplingParams(top_p=1e-300)}, "invalid_request", "top_p is 1e-300"),
+        ({"sampling": SamplingParams(repeat_penalty=1e-300)}, "invalid_request", "repeat_penalty"),
         ({"sampling": SamplingParams(min_p=float("nan"))}, "invalid_request", "min_p is nan"),
         ({"sampling": SamplingParams(top_k=-1)}, "invalid_request", "top_k"),
         ({"sampling": SamplingParams(repeat_penalty=0)}, "invalid_request", "repeat_penalty"),

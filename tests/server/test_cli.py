@@ -99,6 +99,11 @@ def test_ipv6_addresses_are_bracketed() -> None:
         assert re.fullmatch(r"http://\[::1\]:\d+", url_of(listener))
 
 
+def test_an_empty_key_lets_nobody_in() -> None:
+    with pytest.raises(SettingsError, match="--api-key is empty"):
+        cli._with_flags(Settings(), None, None, "")
+
+
 def test_flags_win_over_settings() -> None:
     settings = cli._with_flags(Settings(), "0.0.0.0", None, "k")
     assert (settings.serve.host, settings.serve.port, settings.serve.api_key) == ("0.0.0.0", 8090, "k")
