@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from worker.model.describe import describe
+from worker.model import archs
+from worker.model.gguf import open_model
 from worker.ops.lower import lower
 from worker.ops.oplist import OpKind, OpList
 
 
 def _lowered(folder: Path, arch: str, **options: object) -> OpList:
-    return lower(describe(tiny.write_model(folder, arch, **options)).units)
+    return lower(archs.units(open_model(tiny.write_model(folder, arch, **options))))
 
 
 @pytest.mark.parametrize("arch", tiny.ARCHITECTURES)

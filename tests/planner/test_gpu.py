@@ -25,7 +25,7 @@ from tests.cuda.host_device import HostDevice
 from tests.planner.fakes import EngineFarm, card, gpu, gpu_machine, machine, placement
 from worker.cuda.cuda_kernels import CudaKernels
 from worker.cuda.model import predict
-from worker.model.describe import describe_file
+from worker.model import archs
 from worker.model.gguf import open_model
 from worker.ops.lower import lower
 from worker.runtime.load import page_bytes, page_count
@@ -120,7 +120,7 @@ def test_the_planner_predicts_what_the_worker_takes(
     place = tiny_placement(
         context_length_tokens=2048, max_sequences=sequences, ubatch_tokens=ubatch, kv_budget_bytes=1 << 40
     )
-    oplist = lower(describe_file(open_model(path)).units)
+    oplist = lower(archs.units(open_model(path)))
     kernels = CudaKernels(HostDevice(), ShapesOnlyLauncher(), make_blas=lambda _: object())  # type: ignore
     n_pages = page_count(place, page_bytes(oplist, "f16"))
     exact = predict(oplist, kernels, step_limits(place, max(sequences, 16)), "f16", n_pages)

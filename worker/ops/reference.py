@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plans.placement import PAGE_TOKENS
+from worker.model.gguf import ModelFile
+from worker.model.quants import dequantize
 from worker.ops.batch import Batch
 from worker.ops.oplist import Op, OpKind, OpList, Weight
 
@@ -50,6 +52,26 @@ class ReferenceExecutor:
 
     def inputs(self, op: Op) -> list[Float32Array]:
         return [self.buffers[index] for index in op.inputs]
+
+
+def reference_weights(file: ModelFile) -> WeightSource:
+    """The weights of a model file, dequantised to f32 on first use and kept."""
+    kept: dict[str, Float32Array] = {}
+
+    def weight_of(weight: Weight) -> Float32Array:
+        if weight.name not in kept:
+            kept[weight.name] = _dequantized(file, weight)
+        return kept[weight.name]
+
+    return weight_of
+
+
+def _dequantized(file: ModelFile, weight: Weight) -> Float32Array:
+    if weight.tensor is None:
+        return np.asarray(weight.constant, np.float32)
+    tensor = weight.tensor
+    values = dequantize(tensor.type, file.tensor_bytes(tensor.name), tensor.shape)
+    return np.asarray(values, np.float32).reshape(tuple(reversed(tensor.shape)))
 
 
 def _f32(x: npt.ArrayLike) -> Float32Array:

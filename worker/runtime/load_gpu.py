@@ -18,7 +18,7 @@ from worker.cuda.gpu_step import BUCKETS, bucket_for
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.model import DeviceModel, StepLimits
 from worker.cuda.upload import LEAST_READERS, MOST_READERS, Progress
-from worker.model.describe import describe_file
+from worker.model import archs
 from worker.model.gguf import ModelFile, open_model
 from worker.ops.batch import PAGE_TOKENS
 from worker.ops.lower import lower
@@ -56,7 +56,7 @@ def load_gpu(
     Raises ModelFileError for the file, EngineStartError for devices that are missing or too small."""
     started = time.monotonic()
     file = open_model(model_path)
-    units = describe_file(file).units
+    units = archs.units(file)
     oplist = lower(units)
     sections = cut(oplist, units, placement)
     n_pages = page_count(placement, page_bytes(oplist, placement.kv_type))
