@@ -16,13 +16,13 @@ import msgspec
 
 from configs.errors import EngineError, MeasureError, TrialTimeoutError
 from planner.budget import CONFIRMING_TRIALS, ROUNDS_PLANNED, Lengths, choose_lengths
+from planner.passages import Material
 from planner.pool import EnginePool
 from planner.progress import Reporter
-from planner.prompts import Material, Split
 from planner.search import Candidate
 from planner.statistics import Interval, paired_ratio
 from planner.trials import Clock, Timing, score_s, time_one
-from plans.plan import Rejected, RequestMix, Trial
+from plans.plan import Rejected, RequestMix, Split, Trial
 
 FEWEST_ROUNDS = 3
 FEWEST_TO_SETTLE = 2  # rounds, however clear the first one was
@@ -36,9 +36,8 @@ _TRIAL_LIMIT_RATIO = 4.0  # a trial is stopped at this multiple of the best one
 _SHORTEST_LIMIT_S = 20.0
 _FIRST_LIMIT_S = 300.0
 
-Phase = Literal[
-    "cold", "train", "heldout"
-]  # which trials: the first of each engine, or warm ones by their prompts
+# which trials: the first of each engine, or warm ones by their prompts
+Phase = Literal["cold", "train", "heldout"]
 
 
 class MeasureTask(msgspec.Struct, frozen=True):

@@ -20,9 +20,10 @@ from planner.gpu import cap_bytes
 from planner.inspect import read_card
 from planner.measure import Measurement, MeasureTask, measure
 from planner.memory import host_limit_bytes
+from planner.passages import Material
 from planner.pool import EnginePool
 from planner.probe import unmeasured
-from planner.prompts import Material, PromptText, load_texts, texts_sha256
+from planner.prompt_texts import PromptText, load_texts, texts_sha256
 from planner.search import SearchResult, check_limits, search
 from planner.select import Selection, select
 from planner.workload import PlanRequest, make_workload

@@ -96,6 +96,11 @@ class MemoryNeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return self.weights_bytes + self.kv_bytes + self.workspace_bytes + self.context_bytes
 
 
+Split = Literal[
+    "train", "heldout"
+]  # candidates race on the one half of the prompts, and are confirmed on the other
+
+
 class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One timed run of one prompt set. Times are the client's wall clock; the first token belongs to the prefill.
 
@@ -104,7 +109,7 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     candidate: str
     round: int
-    split: Literal["train", "heldout"]
+    split: Split
     prompt: str
     prompt_tokens: int
     output_tokens: int

@@ -19,9 +19,10 @@ from planner.budget import Lengths
 from planner.inspect import read_card
 from planner.measure import HOPELESS_COLD_RATIO
 from planner.memory import predict_memory
+from planner.passages import Encode, Material
 from planner.pool import EngineFactory, EnginePool
 from planner.progress import Reporter
-from planner.prompts import Encode, Material, load_texts
+from planner.prompt_texts import load_texts
 from planner.search import Candidate, label_of
 from planner.trials import Clock, Timing, score_s, time_one
 from plans.card import ModelCard

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from configs.errors import EngineStartError, RequestFailedError
-from planner.prompts import PromptText
+from planner.prompt_texts import PromptText
 from plans.card import CARD_VERSION, KvLayer, ModelCard, TypeBytes
 from plans.machine import (
     REPORT_VERSION,

@@ -12,9 +12,9 @@ from configs.errors import MeasureError
 from planner.budget import Lengths, choose_lengths
 from planner.measure import Measurement, MeasureTask, _reasons, judge, measure
 from planner.memory import predict_memory
+from planner.passages import Material
 from planner.pool import EnginePool
 from planner.progress import Reporter
-from planner.prompts import Material
 from planner.search import Candidate, label_of
 from planner.select import Selection, _prefer, select
 from planner.statistics import Interval
