@@ -12,9 +12,10 @@ import typer
 
 from configs.errors import SettingsError
 from configs.settings import ServeSettings, Settings, load_settings
+from plans.key import open_verified_plan
 from plans.plan import Plan
 from server.app import build_app
-from server.load import ModelGuard, engine_factory, load_text, model_info, open_plan
+from server.load import ModelGuard, engine_factory, load_text, model_info
 from server.serve import Stop, bind, run_server, url_of
 from server.supervise import Supervisor
 
@@ -46,7 +47,7 @@ def serve_command(
 ) -> None:
     """Serve a plan over HTTP, compatible with OpenAI's API."""
     settings = _with_flags(load_settings(), host, port, api_key)
-    plan = open_plan(plan_id)
+    plan = open_verified_plan(plan_id)
     log_to_stderr()
     listener = bind(settings.serve.host, settings.serve.port)
     _warn_if_open(settings)
