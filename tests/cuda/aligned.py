@@ -24,4 +24,5 @@ def aligned_bytes(size_bytes: int, alignment_bytes: int) -> NDArray[np.uint8]:
     assert address.value is not None
     memory = (ctypes.c_uint8 * size_bytes).from_address(address.value)
     weakref.finalize(memory, _LIBC.free, address.value)
-    return np.frombuffer(memory, np.uint8)
+    array: NDArray[np.uint8] = np.ctypeslib.as_array(memory)
+    return array
