@@ -47,7 +47,7 @@ def used_bytes(bus_id: str) -> int | None:
 
 def process_bytes(bus_id: str) -> int | None:
     """What this process takes of the device with this PCI address, its context included; None where that is not known:
-    in containers with process ids of their own, with drivers before 510, under WSL.
+    the driver may count no processes, be older than 510, or know this one by an id from outside of a container.
     """
     library = _library()
     if library is None or not hasattr(library, "nvmlDeviceGetComputeRunningProcesses_v3"):
