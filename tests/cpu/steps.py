@@ -12,7 +12,8 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from tests.cpu.quant_data import dequantize, random_weights
-from worker.cpu.library import KvCache, Library, Step, Team
+from worker.cpu.handles import KvCache, Step, Team
+from worker.cpu.library import Library
 from worker.cpu.lowered import lowered_structs
 from worker.cpu.step_arrays import StepArrays
 from worker.cpu.structs import KvType, WeightStruct

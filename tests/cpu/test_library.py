@@ -13,7 +13,8 @@ from configs.errors import EngineError, EngineStartError, RequestFailedError
 from plans import host
 from tests.cpu.steps import Case, batch_of
 from worker.cpu import structs
-from worker.cpu.library import Library, Team, load_library
+from worker.cpu.handles import Team
+from worker.cpu.library import Library, load_library
 from worker.cpu.step_arrays import StepArrays
 from worker.ops.oplist import KvLayer, Op, OpKind
 

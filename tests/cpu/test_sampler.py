@@ -7,7 +7,8 @@ import pytest
 
 from configs.errors import RequestFailedError
 from tests.cpu.steps import Case, batch_of
-from worker.cpu.library import Library, Step, Team
+from worker.cpu.handles import Step, Team
+from worker.cpu.library import Library
 from worker.cpu.step_arrays import StepArrays
 from worker.cpu.structs import MAX_TOP, SampledStruct
 from worker.ops.oplist import OpKind

@@ -10,7 +10,8 @@ import pytest
 
 from configs.errors import EngineError, RequestFailedError
 from tests.cpu.steps import Case, batch_of
-from worker.cpu.library import Library, Team
+from worker.cpu.handles import Team
+from worker.cpu.library import Library
 from worker.ops.oplist import OpKind
 
 
