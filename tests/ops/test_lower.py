@@ -11,7 +11,7 @@ from tests import tiny
 from worker.model import archs
 from worker.model.gguf import open_model
 from worker.ops.lower import lower
-from worker.ops.oplist import OpKind, OpList
+from worker.ops.oplist import AttentionInts, OpKind, OpList
 
 
 def _lowered(folder: Path, arch: str, **options: object) -> OpList:
@@ -32,7 +32,7 @@ def test_one_attention_and_one_cache_a_layer(tmp_path: Path, arch: str) -> None:
     kinds = Counter(op.kind for op in oplist.ops)
     assert kinds[OpKind.ATTENTION] == kinds[OpKind.ROPE_STORE] == len(oplist.kv_layers) == 3
     assert kinds[OpKind.MOE] == kinds[OpKind.ROUTER] == (3 if arch == "qwen3moe" else 0)
-    layers = [op.ints[5] for op in oplist.ops if op.kind == OpKind.ATTENTION]
+    layers = [AttentionInts(*op.ints).kv_layer for op in oplist.ops if op.kind == OpKind.ATTENTION]
     assert layers == [0, 1, 2]
 
 
