@@ -1,5 +1,5 @@
 // What the numbered operands of an op mean, by name: one struct per kind that has numbers, read from a pw_op. pw_cpu.h
-// describes them, step_check.cpp has checked them. Buffers and weights keep their numbers (in, out, weight, bias).
+// describes them, op_check.cpp has checked them. Buffers and weights keep their numbers (in, out, weight, bias).
 #pragma once
 #include <cstdint>
 
