@@ -72,7 +72,8 @@ void pw_team_destroy(pw_team* team);
 typedef struct pw_kv pw_kv;
 enum { PW_KV_F16 = 1, PW_KV_Q8_0 = 8 }; /* ggml type ids */
 /* Pages of PW_PAGE_TOKENS tokens; a page id holds its tokens in all layers. Memory is committed when touched. */
-pw_kv* pw_kv_create(int32_t type, int32_t n_layers, const int32_t* n_kv_heads, const int32_t* head_dims, int32_t n_pages);
+pw_kv* pw_kv_create(int32_t type, int32_t n_layers, const int32_t* n_kv_heads, const int32_t* head_dims,
+                    int32_t n_pages);
 void pw_kv_destroy(pw_kv* kv);
 int64_t pw_kv_page_bytes(const pw_kv* kv); /* one page, all layers */
 int32_t pw_kv_copy_page(pw_kv* kv, int32_t source, int32_t destination);
