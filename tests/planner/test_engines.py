@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_a_missing_llama_server_is_told_once_with_what_to_do(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("worker.engines.llama_command._packaged_binary", lambda: None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
     (offer,) = (offer for offer in offers(Settings()) if offer.name == "llama-server")
     assert offer.reason is not None and "install" not in offer.reason
     assert offer.remedy is not None and offer.remedy.startswith("install one of them, or name the program")
