@@ -6,21 +6,30 @@ is here. The file is optional; an unknown key or a bad value is refused with its
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from configs import paths
 from configs.errors import SettingsError
+
+SMALLEST_CONTEXT_TOKENS = 64
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 TomlArray = Field(strict=False)  # TOML has lists only; a strict tuple would refuse them
 Names = Annotated[tuple[Annotated[str, Field(strict=True)], ...], TomlArray]
+
+
+def _free_engine_name(name: str) -> str:
+    if name == "native" or not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError("the name of an engine has letters, digits, '.', '-' and '_', and is not native")
+    return name
 
 
 class Section(BaseModel):
@@ -63,7 +72,7 @@ class PlanSettings(Section):
     """`placewright plan`: defaults of its flags."""
 
     tuning_budget_s: Positive = 600.0
-    context_length_tokens: Count = 4096
+    context_length_tokens: Annotated[int, Field(ge=SMALLEST_CONTEXT_TOKENS)] = 4096
     concurrency: Count = 1
     kv_types: Annotated[tuple[Literal["f16", "q8_0"], ...], TomlArray, Field(min_length=1)] = ("f16",)
     engines: Annotated[Names, Field(min_length=1)] = ("native",)
@@ -102,7 +111,7 @@ class Settings(Section):
     serve: ServeSettings = ServeSettings()
     plan: PlanSettings = PlanSettings()
     worker: WorkerSettings = WorkerSettings()
-    engines: dict[str, EngineSettings] = {}
+    engines: dict[Annotated[str, AfterValidator(_free_engine_name)], EngineSettings] = {}
 
 
 def load_settings(path: Path | None = None) -> Settings:

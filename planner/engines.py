@@ -63,8 +63,9 @@ def _other_offer(name: str, settings: Settings) -> EngineOffer:
     try:
         program = find_program(entry.path if entry is not None else None)
     except EngineStartError as error:
-        remedy = f"put llama-server on PATH, or name it in the settings: engines.{name}.path"
-        return EngineOffer(name, LLAMA_SERVER, None, None, str(error), remedy)
+        reason, _, remedy = str(error).partition("; ")
+        remedy = remedy or f"name a llama-server program in the settings: engines.{name}.path"
+        return EngineOffer(name, LLAMA_SERVER, None, None, reason, remedy)
     if program.library:
         location, version = library_of_package(XLLAMACPP), distribution_version(XLLAMACPP)
     else:

@@ -32,7 +32,8 @@ async def prepare_chat(service: Service, request: ChatRequest) -> Job:
     """Raises RequestError for anything that cannot be served as asked."""
     check_chat(request)
     _check(service, request)
-    prompt_ids = await asyncio.to_thread(_chat_ids, service, request)
+    async with service.admission.rendering:
+        prompt_ids = await asyncio.to_thread(_chat_ids, service, request)
     max_tokens = request.max_completion_tokens or request.max_tokens
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     return _make_job(service, request, prompt_ids, Terms("chatcmpl", "messages", max_tokens, top_logprobs))

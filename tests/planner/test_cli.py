@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from planner import cli
 from planner.engines import EngineOffer
 from planner.pipeline import Outcome
 from planner.workload import PlanRequest
-from plans.plan import Limits
+from plans.plan import FileIdentity, Limits
 from plans.show import CANDIDATE_KEY
 from plans.store import PlanStore
 from tests.planner.fakes import card
@@ -107,6 +108,27 @@ def test_plans_and_show(folders: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert placewright.run(["plans"]) == 0
     output = capsys.readouterr().out
     assert f"{saved.id[:12]} fake native" in " ".join(output.split()) and "damaged: junk.toml" in output
+
+
+def test_names_that_the_terminal_can_not_show_are_escaped(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PlanStore(folders).save(
+        sample_plan(files=(FileIdentity("/models/m\u00e8\U0001f600.gguf", 10, "ab" * 32),))
+    )
+    for command, shown in (
+        (["plans"], r"m\xe8\U0001f600"),
+        (["plans", "--json"], r"m\u00e8\ud83d\ude00.gguf"),
+    ):
+        stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert placewright.run(command) == 0
+        stdout.seek(0)
+        text = stdout.read()
+        assert shown in text
+        assert "--json" not in command or json.loads(text)[0]["model"]["paths"] == [
+            "/models/m\u00e8\U0001f600.gguf"
+        ]
 
 
 def test_an_unwritten_settings_file_is_fine_and_a_broken_one_is_not(
