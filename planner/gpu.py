@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import product
 
 import msgspec
 
 from planner.cost import Prediction, Work, predict_decode_s, predict_prefill_s, work_of
+from planner.gpu_memory import (
+    CONTEXT_BYTES,
+    LIBRARIES_BYTES,
+    MIB,
+    DeviceUse,
+    StepSizes,
+    device_need,
+    distinct_tensors,
+)
 from planner.memory import KV_BYTES_PER_ELEMENT, host_process_bytes, kv_bytes
 from plans.card import ModelCard
 from plans.machine import GpuRates, MachineReport
 from plans.placement import CPU_ONLY, Assignment, KvType, Placement
 from plans.plan import Limits, MemoryNeed, RequestMix, Workload
-from plans.units import MoeShape, TensorRef, Unit
+from plans.units import Unit
 
-MIB = 1 << 20
 UBATCHES = (512, 1024, 2048, 4096)
+SMALL_UBATCHES = (128, 256)  # of models that are split: the room of a larger step may hold a layer more
 MARGIN_MIB = 512  # of what is free, left to others where no cap is given
-CONTEXT_BYTES = 640 * MIB  # driver, cuBLAS, kernels
-LIBRARIES_BYTES = 112 * MIB  # of it, what comes after the context
-GRAPH_BYTES = 2 * MIB
-UPLOAD_BYTES = 24 * MIB  # raw buffers while weights are uploaded, which lie where keys and values will be
-_PLANAR_FACTOR = 1.02  # rows are padded to 16 bytes
-_MOST_HALVES_BYTES = 256 * MIB  # the largest matrix that is unpacked to f16 for prefill
 _LAUNCHES_PER_LAYER = 10
 _HANDOVER_S = 30e-6  # residual to the other side and back, with both waits
 _ROUTED_PREFILL_SHARE = 0.5  # rate of grouped experts against that of one large matrix
@@ -46,116 +48,14 @@ def usable_bytes(gpu: GpuRates, limits: Limits) -> int:
     return cap_bytes(gpu, limits) - max(0, excess_bytes)
 
 
-class DeviceUse(msgspec.Struct, frozen=True):
-    """Layers [first, end) on one GPU, and whether embedding and head are there too."""
-
-    ordinal: int
-    first: int
-    end: int
-    has_embedding: bool
-    has_head: bool
-
-    def holds(self, unit: Unit) -> bool:
-        if unit.layer >= 0:
-            return self.first <= unit.layer < self.end
-        return self.has_embedding if unit.kind == "embedding" else self.has_head
-
-
-def _distinct(units: list[Unit]) -> list[TensorRef]:
-    return list({tensor.name: tensor for unit in units for tensor in unit.tensors.values()}.values())
-
-
-def device_need(
-    card: ModelCard, use: DeviceUse, kv_type: KvType, context: int, max_sequences: int, ubatch: int
-) -> MemoryNeed:
-    """Bytes of one device, an upper estimate within a few percent of what the worker takes."""
-    units = [unit for unit in card.units if use.holds(unit)]
-    weights = sum(tensor.bytes for tensor in _distinct(units)) * _PLANAR_FACTOR
-    tied = use.has_embedding and use.has_head and len(_distinct(units)) < sum(len(u.tensors) for u in units)
-    if tied:  # rows for the lookup stay beside the matrix of the head
-        weights += next(unit.bytes for unit in units if unit.kind == "embedding")
-    share = (use.end - use.first) / max(1, len(card.kv_layers))
-    pages = -(-context // 32) * (max_sequences + 1) + 1
-    kv = pages * 32 * card.kv_elements_per_token * KV_BYTES_PER_ELEMENT[kv_type] * share
-    return MemoryNeed(
-        weights_bytes=int(weights),
-        kv_bytes=int(kv),
-        workspace_bytes=_workspace_bytes(card, units, use, context, max_sequences, ubatch),
-        context_bytes=CONTEXT_BYTES
-        + max(_n_graphs(context, max_sequences) * GRAPH_BYTES, 0 if kv >= UPLOAD_BYTES else UPLOAD_BYTES),
-    )
-
-
-def _n_graphs(context: int, max_sequences: int) -> int:
-    """At most: one for each power of two of sequences and of contexts from 1,024 on, greedy or not, and as many for the
-    steps that are queued behind others."""
-    buckets = (min(max_sequences, 32) - 1).bit_length() + 1
-    classes = (max(context, 1024) - 1).bit_length() - 9
-    return 2 * 2 * buckets * classes
-
-
-def _workspace_bytes(
-    card: ModelCard, units: list[Unit], use: DeviceUse, context: int, max_sequences: int, ubatch: int
-) -> int:
-    tokens = max(ubatch, 32)
-    outputs = max(16, 1 << (max(1, min(max_sequences, 32)) - 1).bit_length(), max_sequences)
-    widths = _buffer_widths(card, units)
-    size = tokens * sum(widths) * 6.25  # f32, codes, scales and sums, or halves
-    if use.has_head:
-        n_vocab = card.n_vocab or 150_000
-        size += outputs * (12 * n_vocab + 16 * (card.n_embd or 4096)) + MIB
-    size += max((_scratch_bytes(unit, tokens) for unit in units), default=0)
-    size += _folded_router_bytes(card, units)
-    return int(size) + 24 * MIB + 4 * (max_sequences + 40) * (context // 32 + 2)
-
-
-def _buffer_widths(card: ModelCard, units: list[Unit]) -> list[int]:
-    """One width per buffer of a step: residual and norm, attention's, the gated products'."""
-    width = card.n_embd or 4096
-    widths = {"residual": width, "normed": width, "projected": width}
-    for unit in units:
-        for role in ("q", "k", "v", "gate", "up"):
-            tensor = unit.tensors.get(role)
-            if tensor is not None:
-                widths[role] = max(widths.get(role, 0), tensor.rows)
-    return [*widths.values(), widths.get("q", 0)]
-
-
-def _folded_router_bytes(card: ModelCard, units: list[Unit]) -> int:
-    """Rows of routers that run inside of attention's projection: halves, as wide as its input and the residual."""
-    heads = max((unit.tensors["q"].rows for unit in units if "q" in unit.tensors), default=0)
-    routed = (unit.shape.n_experts for unit in units if isinstance(unit.shape, MoeShape))
-    return 2 * sum(routed) * (heads + (card.n_embd or 4096))
-
-
-def _scratch_bytes(unit: Unit, tokens: int) -> float:
-    """What the largest product of a unit wants beside its inputs and outputs."""
-    if isinstance(unit.shape, MoeShape):
-        width = unit.tensors["down_experts"].rows
-        slots = tokens * unit.shape.n_experts_used
-        sorted_rows = slots * (2 * unit.shape.n_ff_expert + 4 * width + 16) + 2 * tokens * width
-        return sorted_rows + 4 * tokens * unit.shape.n_experts
-    matrices = [tensor for tensor in unit.tensors.values() if len(tensor.shape) == 2]
-    halves = [size for t in matrices if (size := 2 * t.rows * t.columns) <= _MOST_HALVES_BYTES]
-    return max(halves, default=0) + 2 * tokens * max((t.columns for t in matrices), default=0)
-
-
-def fill(
-    card: ModelCard,
-    caps: list[tuple[int, int]],
-    kv_type: KvType,
-    context: int,
-    max_sequences: int,
-    ubatch: int,
-) -> tuple[DeviceUse, ...]:
+def fill(card: ModelCard, caps: list[tuple[int, int]], sizes: StepSizes) -> tuple[DeviceUse, ...]:
     """Devices (ordinal, cap in bytes) with as many layers as fit, the last layers and the head first; () when not even
     the head and one layer do.
     """
-    n_layers = card.n_layers or 0
     uses: list[DeviceUse] = []
-    end = n_layers
+    end = card.n_layers or 0
     for ordinal, cap in caps:
-        use = _widest(card, ordinal, cap, end, not uses, kv_type, context, max_sequences, ubatch)
+        use = _widest(card, ordinal, cap, end, not uses, sizes)
         if use is None:
             break
         uses.append(use)
@@ -166,22 +66,13 @@ def fill(
 
 
 def _widest(
-    card: ModelCard,
-    ordinal: int,
-    cap: int,
-    end: int,
-    has_head: bool,
-    kv_type: KvType,
-    context: int,
-    max_sequences: int,
-    ubatch: int,
+    card: ModelCard, ordinal: int, cap: int, end: int, has_head: bool, sizes: StepSizes
 ) -> DeviceUse | None:
     """The use with the most layers up to `end` that fits; the embedding comes along when all layers do."""
     for first in range(end):
         for has_embedding in (True, False) if first == 0 else (False,):
             use = DeviceUse(ordinal, first, end, has_embedding, has_head)
-            need = device_need(card, use, kv_type, context, max_sequences, ubatch)
-            if need.total_bytes <= cap:
+            if device_need(card, use, sizes).total_bytes <= cap:
                 return use
     return None
 
@@ -212,7 +103,22 @@ class GpuCandidate(msgspec.Struct, frozen=True):
 
     @property
     def n_gpu_layers(self) -> int:
-        return sum(use.end - use.first for use in self.uses)
+        return sum(use.n_layers for use in self.uses)
+
+
+class _Filling(msgspec.Struct, frozen=True):
+    """Devices that hold what they can of steps and a cache of some size."""
+
+    sizes: StepSizes
+    uses: tuple[DeviceUse, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.uses[0].first == 0 and self.uses[0].has_embedding
+
+    @property
+    def n_layers(self) -> int:
+        return sum(use.n_layers for use in self.uses)
 
 
 ENGINES = ("native", "llama-server")
@@ -227,21 +133,63 @@ def gpu_candidates(
         return
     usable = report.gpus if engine == "native" else report.gpus[:1]
     caps = [(gpu.ordinal, usable_bytes(gpu, limits)) for gpu in usable]
-    context, n_layers = workload.context_length_tokens, card.n_layers or 0
-    for kv_type, ubatch in product(workload.kv_types, ubatches(workload, limits)):
-        uses = fill(card, caps, kv_type, context, workload.concurrency, ubatch)
-        if not uses:
-            continue
-        is_whole = uses[0].first == 0 and uses[0].has_embedding
-        cores = report.host.cpus[0].cores_available
-        for threads in (
-            (1,) if is_whole else sorted({limits.threads or cores, limits.threads or max(1, cores // 2)})
-        ):
-            placement = _placement(card, report, workload, limits, engine, uses, kv_type, ubatch, threads)
-            needs = tuple(
-                device_need(card, use, kv_type, context, workload.concurrency, ubatch) for use in uses
-            )
-            yield GpuCandidate(placement, uses, needs, _host_need(card, placement, uses, n_layers))
+    cores = report.host.cpus[0].cores_available
+    halves = (limits.threads,) if limits.threads else sorted({cores, max(1, cores // 2)})
+    for kv_type in workload.kv_types:
+        for filling in _fillings(card, caps, kv_type, workload, limits, engine):
+            for decode_threads in (1,) if filling.is_whole else halves:
+                prefill_threads = 1 if filling.is_whole else limits.threads or cores
+                placement = _placement(
+                    card, report, limits, engine, filling, (decode_threads, prefill_threads)
+                )
+                needs = tuple(device_need(card, use, filling.sizes) for use in filling.uses)
+                host_need = _host_need(card, placement, filling.uses)
+                yield GpuCandidate(placement, filling.uses, needs, host_need)
+
+
+def _fillings(
+    card: ModelCard,
+    caps: list[tuple[int, int]],
+    kv_type: KvType,
+    workload: Workload,
+    limits: Limits,
+    engine: str,
+) -> list[_Filling]:
+    """Every step size with which all layers fit; where none is, those that stand for a larger step or a layer more."""
+    sizes = ubatches(workload, limits)
+    filled = [found for size in sizes if (found := _filling(card, caps, kv_type, workload, size))]
+    whole = [filling for filling in filled if filling.is_whole]
+    if whole or engine != "native":
+        return whole or filled
+    if limits.ubatch_tokens is None:
+        small = [_filling(card, caps, kv_type, workload, size) for size in SMALL_UBATCHES]
+        filled += [filling for filling in small if filling]
+    kept: list[_Filling] = []
+    for filling in sorted(filled, key=lambda item: -item.sizes.ubatch_tokens):
+        fills_a_step = filling.sizes.ubatch_tokens <= sizes[0]
+        if fills_a_step and (not kept or filling.n_layers > kept[-1].n_layers):
+            kept.append(filling)
+    return kept
+
+
+def _filling(
+    card: ModelCard, caps: list[tuple[int, int]], kv_type: KvType, workload: Workload, ubatch: int
+) -> _Filling | None:
+    """The whole model with room for one sequence's prefix beside those that run, or without; else what fits of it."""
+    found = None
+    for spare in (1, 0):
+        sizes = StepSizes(
+            kv_type,
+            workload.context_length_tokens,
+            workload.concurrency,
+            workload.concurrency + spare,
+            ubatch,
+        )
+        uses = fill(card, caps, sizes)
+        found = _Filling(sizes, uses) if uses else None
+        if found is not None and found.is_whole:
+            return found
+    return found
 
 
 def ubatches(workload: Workload, limits: Limits) -> tuple[int, ...]:
@@ -256,31 +204,29 @@ def ubatches(workload: Workload, limits: Limits) -> tuple[int, ...]:
 def _placement(
     card: ModelCard,
     report: MachineReport,
-    workload: Workload,
     limits: Limits,
     engine: str,
-    uses: tuple[DeviceUse, ...],
-    kv_type: KvType,
-    ubatch: int,
-    threads: int,
+    filling: _Filling,
+    threads: tuple[int, int],
 ) -> Placement:
-    context, highest = workload.context_length_tokens, max(use.ordinal for use in uses)
+    """`threads`: of decode and of prefill."""
+    sizes, highest = filling.sizes, max(use.ordinal for use in filling.uses)
     caps = [0] * (highest + 1)
     for gpu in report.gpus:
         if gpu.ordinal <= highest:
             caps[gpu.ordinal] = cap_bytes(gpu, limits) // MIB
     return Placement(
         engine=engine,
-        assignments=assignments_of(uses, card.n_layers or 0),
-        context_length_tokens=context,
-        max_sequences=workload.concurrency,
-        kv_type=kv_type,
+        assignments=assignments_of(filling.uses, card.n_layers or 0),
+        context_length_tokens=sizes.context_length_tokens,
+        max_sequences=sizes.max_sequences,
+        kv_type=sizes.kv_type,
         load_mode=limits.load_mode or "packed",
         huge_pages=report.huge_pages and limits.load_mode != "mmap",
-        decode_threads=threads,
-        prefill_threads=threads,
-        ubatch_tokens=ubatch,
-        kv_budget_bytes=kv_bytes(card, kv_type, context, workload.concurrency + 1),
+        decode_threads=threads[0],
+        prefill_threads=threads[1],
+        ubatch_tokens=sizes.ubatch_tokens,
+        kv_budget_bytes=kv_bytes(card, sizes.kv_type, sizes.context_length_tokens, sizes.cached_sequences),
         gpu_memory_mib=tuple(caps),
     )
 
@@ -289,16 +235,14 @@ def on_host(card: ModelCard, uses: tuple[DeviceUse, ...]) -> list[Unit]:
     return [unit for unit in card.units if not any(use.holds(unit) for use in uses)]
 
 
-def _host_need(
-    card: ModelCard, placement: Placement, uses: tuple[DeviceUse, ...], n_layers: int
-) -> MemoryNeed:
+def _host_need(card: ModelCard, placement: Placement, uses: tuple[DeviceUse, ...]) -> MemoryNeed:
     """RAM: the process, the pinned buffers, and the layers that stay."""
     left = on_host(card, uses)
     layers = {unit.layer for unit in left if unit.layer >= 0}
-    share = len(layers) / max(1, n_layers)
+    share = len(layers) / max(1, card.n_layers or 0)
     residual = 4 * placement.ubatch_tokens * (card.n_embd or 4096)
     return MemoryNeed(
-        weights_bytes=int(1.03 * sum(tensor.bytes for tensor in _distinct(left))),
+        weights_bytes=int(1.03 * sum(tensor.bytes for tensor in distinct_tensors(left))),
         kv_bytes=int(placement.kv_budget_bytes * share),
         workspace_bytes=host_process_bytes() + 128 * MIB + 16 * residual,
     )
@@ -344,7 +288,7 @@ def _device_decode_s(
 ) -> float | None:
     if gpu.read_bytes_per_s is None:
         return None
-    layers = use.end - use.first
+    layers = use.n_layers
     seconds = layers * _LAUNCHES_PER_LAYER * (gpu.graph_node_s or 1e-6)
     for type_name, count in work.decode_bytes.items():
         rate = gpu.kernel(type_name)

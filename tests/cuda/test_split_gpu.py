@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from planner.gpu import MIB, DeviceUse, assignments_of, device_need, fill
+from planner.gpu import assignments_of, fill
+from planner.gpu_memory import MIB, DeviceUse, StepSizes, device_need
 from planner.inspect import read_card
 from plans.placement import CPU_ONLY, GPU_ONLY, Placement
 from tests.cuda.executors import load, placement, prompt, relative_error, synthetic_model
@@ -61,10 +62,11 @@ def sized(**changes: Any) -> Placement:
 
 def half_on_the_cpu(path: Path) -> Placement:
     """What the planner makes of a cap that holds the last two of four layers and the head."""
-    card, sizes = read_card(path), ("f16", CONTEXT_TOKENS, SEQUENCES, UBATCH_TOKENS)
+    card = read_card(path)
+    sizes = StepSizes("f16", CONTEXT_TOKENS, SEQUENCES, SEQUENCES + 1, UBATCH_TOKENS)
     half = DeviceUse(0, N_LAYERS // 2, N_LAYERS, False, True)
-    cap_mib = -(-device_need(card, half, *sizes).total_bytes // MIB)  # type: ignore[arg-type]
-    uses = fill(card, [(0, cap_mib * MIB)], *sizes)  # type: ignore[arg-type]
+    cap_mib = -(-device_need(card, half, sizes).total_bytes // MIB)
+    uses = fill(card, [(0, cap_mib * MIB)], sizes)
     assert uses == (half,), "one layer more would need more than a MiB"
     return sized(assignments=assignments_of(uses, N_LAYERS), gpu_memory_mib=(cap_mib,))
 

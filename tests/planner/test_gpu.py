@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from planner.doctor import _gpus
-from planner.gpu import DeviceUse, cap_bytes, device_need, fill, gpu_candidates
+from planner.gpu import cap_bytes, fill, gpu_candidates
+from planner.gpu_memory import DeviceUse, StepSizes, device_need
 from planner.inspect import read_card
 from planner.pipeline import start_s
 from planner.pool import EnginePool
@@ -64,7 +65,7 @@ def test_a_cap_splits_by_layer_and_is_kept() -> None:
     assert split.memory.weights_bytes > 0 and split.memory.kv_bytes > 0
     first = int(on_gpu[0].split(".")[1])
     larger = DeviceUse(0, first - 1, 16, False, True)
-    need = device_need(card(), larger, "f16", 4096, 1, placement.ubatch_tokens)
+    need = device_need(card(), larger, StepSizes("f16", 4096, 1, 1, placement.ubatch_tokens))
     assert need.total_bytes > cap_mib * MIB, "one layer more would not have fitted"
 
 
@@ -99,7 +100,7 @@ def test_llama_server_is_a_candidate_there_too() -> None:
 
 def test_two_gpus_share_what_one_can_not_hold() -> None:
     caps = [(0, 880 * MIB), (1, 1000 * MIB)]
-    first, second = fill(card(), caps, "f16", 4096, 1, 512)
+    first, second = fill(card(), caps, StepSizes("f16", 4096, 1, 1, 512))
     assert (first.ordinal, second.ordinal) == (1, 0)
     assert second.end == 16 and first.end == second.first and second.has_head and not first.has_head
 
@@ -125,7 +126,7 @@ def test_the_planner_predicts_what_the_worker_takes(
     n_pages = page_count(place, page_bytes(oplist, "f16"))
     exact = predict(oplist, kernels, step_limits(place, max(sequences, 16)), "f16", n_pages)
     whole = DeviceUse(0, 0, 4, True, True)
-    planned = device_need(read_card(path), whole, "f16", 2048, sequences, ubatch)
+    planned = device_need(read_card(path), whole, StepSizes("f16", 2048, sequences, sequences + 1, ubatch))
     assert planned.weights_bytes >= exact.weights
     assert planned.kv_bytes >= exact.kv
     assert planned.total_bytes >= exact.total
