@@ -33,6 +33,8 @@ SMALL_UBATCHES = (128, 256)  # of models that are split: the room of a larger st
 MARGIN_MIB = 512  # of what is free, left to others where no cap is given
 _LAUNCHES_PER_LAYER = 10
 _HANDOVER_S = 30e-6  # residual to the other side and back, with both waits
+_FEED_SHARE = 0.8  # of the link's rate, at which weights in file order arrive
+_FEWEST_PASSING_TOKENS = 64  # above every decode step
 _ROUTED_PREFILL_SHARE = 0.5  # rate of grouped experts against that of one large matrix
 
 
@@ -48,30 +50,33 @@ def usable_bytes(gpu: GpuRates, limits: Limits) -> int:
     return cap_bytes(gpu, limits) - max(0, excess_bytes)
 
 
-def fill(card: ModelCard, caps: list[tuple[int, int]], sizes: StepSizes) -> tuple[DeviceUse, ...]:
+def fill(
+    card: ModelCard, caps: list[tuple[int, int]], sizes: StepSizes, *, passes: bool = False
+) -> tuple[DeviceUse, ...]:
     """Devices (ordinal, cap in bytes) with as many layers as fit, the last layers and the head first; () when not even
-    the head and one layer do.
+    the head and one layer do. `passes`: the last device has room for the other layers to pass through.
     """
     uses: list[DeviceUse] = []
     end = card.n_layers or 0
     for ordinal, cap in caps:
-        use = _widest(card, ordinal, cap, end, not uses, sizes)
+        passes_here = passes and ordinal == caps[-1][0]
+        use = _widest(card, ordinal, cap, end, not uses, sizes, passes_here)
         if use is None:
             break
         uses.append(use)
         end = use.first
         if end == 0:
             break
-    return tuple(reversed(uses))
+    return tuple(reversed(uses)) if uses and (not passes or uses[-1].n_passing) else ()
 
 
 def _widest(
-    card: ModelCard, ordinal: int, cap: int, end: int, has_head: bool, sizes: StepSizes
+    card: ModelCard, ordinal: int, cap: int, end: int, has_head: bool, sizes: StepSizes, passes: bool
 ) -> DeviceUse | None:
     """The use with the most layers up to `end` that fits; the embedding comes along when all layers do."""
     for first in range(end):
         for has_embedding in (True, False) if first == 0 else (False,):
-            use = DeviceUse(ordinal, first, end, has_embedding, has_head)
+            use = DeviceUse(ordinal, first, end, has_embedding, has_head, first if passes else 0)
             if device_need(card, use, sizes).total_bytes <= cap:
                 return use
     return None
@@ -139,9 +144,13 @@ def gpu_candidates(
         for filling in _fillings(card, caps, kv_type, workload, limits, engine):
             for decode_threads in (1,) if filling.is_whole else halves:
                 prefill_threads = 1 if filling.is_whole else limits.threads or cores
-                placement = _placement(
-                    card, report, limits, engine, filling, (decode_threads, prefill_threads)
-                )
+                threads = (decode_threads, prefill_threads)
+                placement = _placement(card, report, limits, engine, filling, threads)
+                if filling.uses[0].n_passing:
+                    passing_tokens = _fewest_passing(card, report, placement, filling.uses)
+                    if passing_tokens is None:
+                        continue
+                    placement = msgspec.structs.replace(placement, passing_tokens=passing_tokens)
                 needs = tuple(device_need(card, use, filling.sizes) for use in filling.uses)
                 host_need = _host_need(card, placement, filling.uses)
                 yield GpuCandidate(placement, filling.uses, needs, host_need)
@@ -161,23 +170,30 @@ def _fillings(
     whole = [filling for filling in filled if filling.is_whole]
     if whole or engine != "native":
         return whole or filled
-    if limits.ubatch_tokens is None:
-        small = [_filling(card, caps, kv_type, workload, size) for size in SMALL_UBATCHES]
-        filled += [filling for filling in small if filling]
     kept: list[_Filling] = []
-    for filling in sorted(filled, key=lambda item: -item.sizes.ubatch_tokens):
-        fills_a_step = filling.sizes.ubatch_tokens <= sizes[0]
-        if fills_a_step and (not kept or filling.n_layers > kept[-1].n_layers):
-            kept.append(filling)
+    small = SMALL_UBATCHES if limits.ubatch_tokens is None else ()
+    for passes in (False, True):
+        most_layers = 0
+        for size in (sizes[0], *reversed(small)):
+            filling = _filling(card, caps, kv_type, workload, size, passes=passes)
+            if filling is not None and filling.n_layers > most_layers:
+                most_layers = filling.n_layers
+                kept.append(filling)
     return kept
 
 
 def _filling(
-    card: ModelCard, caps: list[tuple[int, int]], kv_type: KvType, workload: Workload, ubatch: int
+    card: ModelCard,
+    caps: list[tuple[int, int]],
+    kv_type: KvType,
+    workload: Workload,
+    ubatch: int,
+    *,
+    passes: bool = False,
 ) -> _Filling | None:
     """The whole model with room for one sequence's prefix beside those that run, or without; else what fits of it."""
     found = None
-    for spare in (1, 0):
+    for spare in (1, 0) if not passes else (0,):
         sizes = StepSizes(
             kv_type,
             workload.context_length_tokens,
@@ -185,7 +201,7 @@ def _filling(
             workload.concurrency + spare,
             ubatch,
         )
-        uses = fill(card, caps, sizes)
+        uses = fill(card, caps, sizes, passes=passes)
         found = _Filling(sizes, uses) if uses else None
         if found is not None and found.is_whole:
             return found
@@ -231,6 +247,37 @@ def _placement(
     )
 
 
+def _fewest_passing(
+    card: ModelCard, report: MachineReport, placement: Placement, uses: tuple[DeviceUse, ...]
+) -> int | None:
+    """From how many tokens on a step is faster when the CPU's layers pass through a GPU; None where no step is."""
+    brought_s = _bringing_s(card, report, uses)
+    part, work = _left_on_host(card, uses)
+    computed_s = predict_prefill_s(part, work, placement, report, placement.ubatch_tokens)
+    if brought_s is None or computed_s is None:
+        return None
+    tokens = math.ceil(brought_s / computed_s * placement.ubatch_tokens / 32) * 32
+    fewest = max(_FEWEST_PASSING_TOKENS, tokens)
+    return fewest if fewest <= placement.ubatch_tokens else None
+
+
+def _bringing_s(card: ModelCard, report: MachineReport, uses: tuple[DeviceUse, ...]) -> float | None:
+    """Seconds in which the weights of the CPU's layers pass through the first GPU."""
+    gpu = next(gpu for gpu in report.gpus if gpu.ordinal == uses[0].ordinal)
+    rate = gpu.copy_bytes_per_s("pinned in")
+    size = sum(unit.bytes for unit in card.units if uses[0].lets_pass(unit))
+    return None if rate is None else size / (_FEED_SHARE * rate)
+
+
+def _left_on_host(card: ModelCard, uses: tuple[DeviceUse, ...]) -> tuple[ModelCard, Work]:
+    """What the CPU's layers are as a model of their own, and their work."""
+    left = on_host(card, uses)
+    layers = sum(unit.kind == "attention" for unit in left)
+    return msgspec.structs.replace(card, n_layers=layers, kv_layers=card.kv_layers[:layers]), work_of(
+        card, left
+    )
+
+
 def on_host(card: ModelCard, uses: tuple[DeviceUse, ...]) -> list[Unit]:
     return [unit for unit in card.units if not any(use.holds(unit) for use in uses)]
 
@@ -266,13 +313,10 @@ def predict_gpu(
         if one is None or many is None:
             return None
         decode_s, prefill_s = decode_s + one, prefill_s + many
-    left = on_host(card, candidate.uses)
-    if left:
-        layers = sum(unit.kind == "attention" for unit in left)
-        part = msgspec.structs.replace(card, n_layers=layers, kv_layers=card.kv_layers[:layers])
-        work = work_of(card, left)
+    if on_host(card, candidate.uses):
+        part, work = _left_on_host(card, candidate.uses)
         cpu_decode = predict_decode_s(part, work, candidate.placement, report, middle)
-        cpu_prefill = predict_prefill_s(part, work, candidate.placement, report, mix.prompt_tokens)
+        cpu_prefill = _left_prefill_s(card, candidate, report, mix.prompt_tokens)
         if cpu_decode is None or cpu_prefill is None:
             return None
         steps = math.ceil(mix.prompt_tokens / candidate.placement.ubatch_tokens)
@@ -281,6 +325,24 @@ def predict_gpu(
             prefill_s + cpu_prefill + steps * _HANDOVER_S,
         )
     return Prediction(decode_s, prefill_s, prefill_s + mix.output_tokens * decode_s)
+
+
+def _left_prefill_s(
+    card: ModelCard, candidate: GpuCandidate, report: MachineReport, prompt_tokens: int
+) -> float | None:
+    """Seconds that the CPU's layers add to a prompt, where they are computed."""
+    part, work = _left_on_host(card, candidate.uses)
+    placement = candidate.placement
+    if not placement.passing_tokens or prompt_tokens < placement.passing_tokens:
+        return predict_prefill_s(part, work, placement, report, prompt_tokens)
+    gpu = next(gpu for gpu in report.gpus if gpu.ordinal == candidate.uses[0].ordinal)
+    brought_s, computed_s = (
+        _bringing_s(card, report, candidate.uses),
+        _device_prefill_s(work, gpu, prompt_tokens),
+    )
+    if brought_s is None or computed_s is None:
+        return None
+    return max(math.ceil(prompt_tokens / placement.ubatch_tokens) * brought_s, computed_s)
 
 
 def _device_decode_s(

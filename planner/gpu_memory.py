@@ -19,6 +19,7 @@ CONTEXT_BYTES = 640 * MIB  # driver, cuBLAS, kernels
 LIBRARIES_BYTES = 112 * MIB  # of it, what comes after the context
 GRAPH_BYTES = 2 * MIB
 UPLOAD_BYTES = 24 * MIB  # raw buffers while weights are uploaded, which lie where keys and values will be
+PASSING_BYTES = 8 * 4 * MIB  # raw buffers of weights that pass through
 _SMALL_BUFFERS_BYTES = 4 * MIB  # counters, metadata, rounding
 _PLANAR_FACTOR = {"Q3_K": 114 / 110}  # other types keep their size
 _ALIGNMENT_BYTES = 256  # of every tensor
@@ -41,13 +42,16 @@ class StepSizes(msgspec.Struct, frozen=True):
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
-    """Layers [first, end) on one GPU, and whether embedding and head are there too."""
+    """Layers [first, end) on one GPU, and whether embedding and head are there too. The first `n_passing` layers of the
+    model stay in RAM and pass through it for larger steps.
+    """
 
     ordinal: int
     first: int
     end: int
     has_embedding: bool
     has_head: bool
+    n_passing: int = 0
 
     @property
     def n_layers(self) -> int:
@@ -58,6 +62,9 @@ class DeviceUse(msgspec.Struct, frozen=True):
             return self.first <= unit.layer < self.end
         return self.has_embedding if unit.kind == "embedding" else self.has_head
 
+    def lets_pass(self, unit: Unit) -> bool:
+        return 0 <= unit.layer < self.n_passing
+
 
 def distinct_tensors(units: list[Unit]) -> list[TensorRef]:
     return list({tensor.name: tensor for unit in units for tensor in unit.tensors.values()}.values())
@@ -66,12 +73,14 @@ def distinct_tensors(units: list[Unit]) -> list[TensorRef]:
 def device_need(card: ModelCard, use: DeviceUse, sizes: StepSizes) -> MemoryNeed:
     """Bytes of one device, an upper estimate within a few percent of what the worker takes."""
     units = [unit for unit in card.units if use.holds(unit)]
-    kv = _kv_bytes(card, use.n_layers, sizes)
+    guests = [unit for unit in card.units if use.lets_pass(unit)]
+    kv = _kv_bytes(card, use.n_layers + min(1, use.n_passing), sizes)
     graphs = _n_graphs(sizes.context_length_tokens, sizes.max_sequences) * GRAPH_BYTES
     return MemoryNeed(
-        weights_bytes=_weights_bytes(card, units, use),
+        weights_bytes=_weights_bytes(card, units, use) + _guest_bytes(card, guests, sizes),
         kv_bytes=kv,
-        workspace_bytes=_workspace_bytes(card, units, use, sizes),
+        workspace_bytes=_workspace_bytes(card, [*units, *guests], use, sizes)
+        + min(1, use.n_passing) * PASSING_BYTES,
         context_bytes=CONTEXT_BYTES + max(graphs, 0 if kv >= UPLOAD_BYTES else UPLOAD_BYTES),
     )
 
@@ -84,6 +93,21 @@ def _weights_bytes(card: ModelCard, units: list[Unit], use: DeviceUse) -> int:
         total += next(unit.bytes for unit in units if unit.kind == "embedding")
     rotations = use.n_layers * 4 * (card.n_embd or 4096)  # constants of the layers, at most as wide
     return total + rotations
+
+
+def _guest_bytes(card: ModelCard, guests: list[Unit], sizes: StepSizes) -> int:
+    """The place that layers pass through, their vectors, and rows of the embedding."""
+    layers: dict[int, int] = {}
+    vectors = 0
+    for unit in guests:
+        for tensor in unit.tensors.values():
+            if len(tensor.shape) == 1:
+                vectors += _laid_out_bytes(tensor) + 4 * (card.n_embd or 4096)  # rotations are no wider
+            else:
+                layers[unit.layer] = layers.get(unit.layer, 0) + _laid_out_bytes(tensor)
+    table = next((tensor for unit in card.units for tensor in unit.tensors.values()), None)
+    rows = sizes.ubatch_tokens * table.bytes // table.rows if table is not None and guests else 0
+    return max(layers.values(), default=0) + vectors + rows
 
 
 def _laid_out_bytes(tensor: TensorRef) -> int:
@@ -121,7 +145,7 @@ def _workspace_bytes(card: ModelCard, units: list[Unit], use: DeviceUse, sizes: 
         n_vocab = card.n_vocab or 150_000
         size += outputs * (12 * n_vocab + 16 * (card.n_embd or 4096)) + MIB
     size += max((_scratch_bytes(unit, tokens) for unit in units), default=0)
-    size += _folded_router_bytes(card, units)
+    size += _folded_router_bytes(card, units)  # of those that pass too, though theirs are never folded
     tables = 4 * (max_sequences + 40) * (sizes.context_length_tokens // KV_PAGE_TOKENS + 2)
     return int(size) + _SMALL_BUFFERS_BYTES + tables
 

@@ -64,7 +64,7 @@ def test_a_cap_splits_by_layer_and_is_kept() -> None:
     assert placement.gpu_memory_mib == (cap_mib,)
     assert split.memory.weights_bytes > 0 and split.memory.kv_bytes > 0
     first = int(on_gpu[0].split(".")[1])
-    larger = DeviceUse(0, first - 1, 16, False, True)
+    larger = DeviceUse(0, first - 1, 16, False, True, first - 1 if placement.passing_tokens else 0)
     need = device_need(card(), larger, StepSizes("f16", 4096, 1, 1, placement.ubatch_tokens))
     assert need.total_bytes > cap_mib * MIB, "one layer more would not have fitted"
 
