@@ -26,6 +26,7 @@ from worker.cuda.memory import (
     check_fits,
     context_need_bytes,
 )
+from worker.cuda.passing import MOST_READERS as PASSING_READERS
 from worker.cuda.passing import NOTHING, Passing, PassingWeights
 from worker.cuda.sampling import STEPS_IN_FLIGHT, SamplingBuffers, SamplingLimits
 from worker.cuda.step_inputs import DecodeInputs, InputLimits, PrefillInputs
@@ -158,7 +159,9 @@ class DeviceModel:
         if parts := self._weights.passing_parts:
             raw_bytes = passing_bytes(self.oplist, self._weights.plan)
             raw_address = self.memory.take("workspace", raw_bytes)
-            self.passing = PassingWeights(self.device, self._paths, parts, raw_address, readers)
+            self.passing = PassingWeights(
+                self.device, self._paths, parts, raw_address, min(readers, PASSING_READERS)
+            )
 
     def table(self, index: int) -> RowTable:
         """Where rows of a weight of the op list are looked up."""

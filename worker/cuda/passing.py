@@ -15,7 +15,7 @@ from worker.cuda.device import Device
 from worker.cuda.upload import PIECE_BYTES, SLOTS, FeedPlan, Part, fed_parts
 
 PART_BYTES = 4 << 20  # of the file; what is laid out at once
-BUFFERS = 8  # for raw parts
+BUFFERS = MOST_READERS = 8  # raw parts, and who reads them: with more readers an H200 host is slower
 
 
 @dataclass(frozen=True)
