@@ -19,7 +19,7 @@ CONTEXT_BYTES = 640 * MIB  # driver, cuBLAS, kernels
 LIBRARIES_BYTES = 112 * MIB  # of it, what comes after the context
 GRAPH_BYTES = 2 * MIB
 UPLOAD_BYTES = 24 * MIB  # raw buffers while weights are uploaded, which lie where keys and values will be
-PASSING_BYTES = 8 * 4 * MIB  # raw buffers of weights that pass through
+_PASSING_BUFFERS, _PASSING_PART_BYTES = 8, 4 * MIB  # raw ones, of weights that pass through
 _SMALL_BUFFERS_BYTES = 4 * MIB  # counters, metadata, rounding
 _PLANAR_FACTOR = {"Q3_K": 114 / 110}  # other types keep their size
 _ALIGNMENT_BYTES = 256  # of every tensor
@@ -79,8 +79,7 @@ def device_need(card: ModelCard, use: DeviceUse, sizes: StepSizes) -> MemoryNeed
     return MemoryNeed(
         weights_bytes=_weights_bytes(card, units, use) + _guest_bytes(card, guests, sizes),
         kv_bytes=kv,
-        workspace_bytes=_workspace_bytes(card, [*units, *guests], use, sizes)
-        + min(1, use.n_passing) * PASSING_BYTES,
+        workspace_bytes=_workspace_bytes(card, [*units, *guests], use, sizes) + _raw_bytes(guests),
         context_bytes=CONTEXT_BYTES + max(graphs, 0 if kv >= UPLOAD_BYTES else UPLOAD_BYTES),
     )
 
@@ -108,6 +107,11 @@ def _guest_bytes(card: ModelCard, guests: list[Unit], sizes: StepSizes) -> int:
     table = next((tensor for unit in card.units for tensor in unit.tensors.values()), None)
     rows = sizes.ubatch_tokens * table.bytes // table.rows if table is not None and guests else 0
     return max(layers.values(), default=0) + vectors + rows
+
+
+def _raw_bytes(guests: list[Unit]) -> int:
+    largest = max((tensor.bytes for unit in guests for tensor in unit.tensors.values()), default=0)
+    return _PASSING_BUFFERS * (min(_PASSING_PART_BYTES, largest) + _ALIGNMENT_BYTES) if guests else 0
 
 
 def _laid_out_bytes(tensor: TensorRef) -> int:

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from planner.doctor import _gpus
-from planner.gpu import cap_bytes, fill, gpu_candidates
+from planner.gpu import cap_bytes, fill, gpu_candidates, predict_gpu
 from planner.gpu_memory import DeviceUse, StepSizes, device_need
 from planner.inspect import read_card
+from planner.memory import kv_bytes
 from planner.pipeline import start_s
 from planner.pool import EnginePool
 from planner.search import search
@@ -26,9 +27,12 @@ from tests.cuda.host_device import HostDevice
 from tests.planner.fakes import EngineFarm, card, gpu, gpu_machine, machine, placement
 from worker.cuda.cuda_kernels import CudaKernels
 from worker.cuda.model import predict
+from worker.cuda.passing import NOTHING, Passing
 from worker.model.describe import describe_file
 from worker.model.gguf import open_model
 from worker.ops.lower import lower
+from worker.ops.oplist import OpKind
+from worker.ops.sections import restrict
 from worker.runtime.load import page_bytes, page_count
 from worker.runtime.load_gpu import step_limits
 
@@ -131,6 +135,72 @@ def test_the_planner_predicts_what_the_worker_takes(
     assert planned.kv_bytes >= exact.kv
     assert planned.total_bytes >= exact.total
     assert planned.total_bytes < 1.3 * exact.total + 64 * MIB
+
+
+@pytest.mark.parametrize("shape", ["tiny-dense", "tiny-moe"])
+@pytest.mark.parametrize("n_passing", [0, 2])
+@pytest.mark.parametrize("ubatch", [128, 512])
+def test_the_planner_predicts_what_the_worker_takes_of_a_part(
+    tmp_path: Path, shape: str, n_passing: int, ubatch: int
+) -> None:
+    """Tighter than above, for a capped card is to be filled to the last layer: rounding, and so small a cache's raw
+    buffers."""
+    path = synthetic_model(tmp_path, shape)
+    card, sizes = read_card(path), StepSizes("f16", 2048, 1, 1, ubatch)
+    use = DeviceUse(0, 2, 4, False, True, n_passing)
+    budget = kv_bytes(card, "f16", 2048, 1)
+    place = tiny_placement(
+        context_length_tokens=2048, max_sequences=1, ubatch_tokens=ubatch, kv_budget_bytes=budget
+    )
+    oplist = lower(describe_file(open_model(path)).units)
+    own = tuple(
+        op for op in oplist.ops if n_passing or op.layer >= 2 or (op.layer < 0 and op.kind != OpKind.EMBED)
+    )
+    kernels = CudaKernels(HostDevice(), ShapesOnlyLauncher(), make_blas=lambda _: object())  # type: ignore
+    n_pages = page_count(place, page_bytes(oplist, "f16"))
+    passing = Passing((0, 1), ubatch) if n_passing else NOTHING
+    exact = predict(restrict(oplist, own), kernels, step_limits(place, 16), "f16", n_pages, None, passing)
+    planned = device_need(card, use, sizes)
+    assert planned.weights_bytes >= exact.weights
+    assert planned.kv_bytes >= exact.kv
+    assert exact.total <= planned.total_bytes < exact.total + 16 * MIB
+
+
+def test_a_smaller_step_is_offered_where_it_frees_a_layer() -> None:
+    """And only there: a larger one with as many layers is as good for any prompt."""
+    limits = Limits(gpu_memory_mib=880)
+    found = [item for item in gpu_candidates(card(), gpu_machine(gpu()), workload(), limits, "native")]
+    for passes in (False, True):
+        places = [item for item in found if (item.placement.passing_tokens > 0) == passes]
+        layers = {item.placement.ubatch_tokens: item.n_gpu_layers for item in places}
+        assert max(layers) == 512 and len(layers) > 1
+        assert sorted(layers, reverse=True) == sorted(layers, key=lambda size: layers[size])
+        assert len(set(layers.values())) == len(layers)
+    assert all(item.needs[0].total_bytes <= 880 * MIB for item in found)
+
+
+def test_layers_may_pass_through_a_gpu_where_the_link_is_known() -> None:
+    machine_of = gpu_machine(gpu())
+    mix, limits = workload().mix, Limits(gpu_memory_mib=900, ubatch_tokens=512)
+    found = list(gpu_candidates(card(), machine_of, workload(), limits, "native"))
+    passing = next(item for item in found if item.placement.passing_tokens)
+    staying = next(item for item in found if not item.placement.passing_tokens)
+    assert 64 <= passing.placement.passing_tokens <= 512
+    assert passing.n_gpu_layers < staying.n_gpu_layers, "the place that layers pass through takes room"
+    one, other = (predict_gpu(card(), item, machine_of, mix) for item in (passing, staying))
+    assert one is not None and other is not None
+    assert one.prefill_s < other.prefill_s and one.decode_token_s > other.decode_token_s
+    no_link = gpu_machine(msgspec.structs.replace(gpu(), copies=()))
+    blind = gpu_candidates(card(), no_link, workload(), limits, "native")
+    assert not any(item.placement.passing_tokens for item in blind)
+
+
+def test_a_split_model_keeps_cache_for_its_sequences_alone() -> None:
+    limits = Limits(gpu_memory_mib=880)
+    for item in gpu_candidates(card(), gpu_machine(gpu()), workload(), limits, "native"):
+        assert item.placement.kv_budget_bytes == kv_bytes(card(), "f16", 4096, 1)
+    whole = next(gpu_candidates(card(), gpu_machine(gpu()), workload(), Limits(), "native"))
+    assert whole.placement.kv_budget_bytes == kv_bytes(card(), "f16", 4096, 2)
 
 
 def test_engines_that_do_not_fit_together_take_turns() -> None:
