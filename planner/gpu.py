@@ -83,23 +83,27 @@ def _widest(
 
 
 def assignments_of(uses: tuple[DeviceUse, ...], n_layers: int) -> tuple[Assignment, ...]:
-    """Everything on the CPU, then what the devices take; one line when a device takes all."""
-    if len(uses) == 1 and uses[0] == DeviceUse(uses[0].ordinal, 0, n_layers, True, True):
+    """Everything on the CPU, or on the first device where all of it is on devices; then what the others take."""
+    lines, others = list(CPU_ONLY), uses
+    if is_whole(uses, n_layers):
         name = f"gpu{uses[0].ordinal}"
-        return (Assignment("*", name, name),)
-    lines = list(CPU_ONLY)
-    for use in uses:
+        lines, others = [Assignment("*", name, name)], uses[1:]
+    for use in others:
         name = f"gpu{use.ordinal}"
-        if use.has_embedding:
-            lines.append(Assignment("embedding", name, name))
         lines += [Assignment(f"layer.{layer}.*", name, name) for layer in range(use.first, use.end)]
         if use.has_head:
             lines.append(Assignment("head", name, name))
     return tuple(lines)
 
 
+def is_whole(uses: tuple[DeviceUse, ...], n_layers: int) -> bool:
+    """Whether devices hold a model of so many layers, with embedding and head."""
+    first, last = uses[0], uses[-1]
+    return first.has_embedding and last.has_head and first.first == 0 and last.end == n_layers
+
+
 class GpuCandidate(msgspec.Struct, frozen=True):
-    """A placement with its devices and their needs, and what stays in RAM."""
+    """A placement with its devices in the order of layers, their needs by number, and what stays in RAM."""
 
     placement: Placement
     uses: tuple[DeviceUse, ...]
@@ -119,7 +123,7 @@ class _Filling(msgspec.Struct, frozen=True):
 
     @property
     def is_whole(self) -> bool:
-        return self.uses[0].first == 0 and self.uses[0].has_embedding
+        return is_whole(self.uses, self.uses[-1].end)
 
     @property
     def n_layers(self) -> int:
@@ -151,7 +155,8 @@ def gpu_candidates(
                     if passing_tokens is None:
                         continue
                     placement = msgspec.structs.replace(placement, passing_tokens=passing_tokens)
-                needs = tuple(device_need(card, use, filling.sizes) for use in filling.uses)
+                by_number = sorted(filling.uses, key=lambda use: use.ordinal)
+                needs = tuple(device_need(card, use, filling.sizes) for use in by_number)
                 host_need = _host_need(card, placement, filling.uses)
                 yield GpuCandidate(placement, filling.uses, needs, host_need)
 

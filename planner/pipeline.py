@@ -29,7 +29,7 @@ from plans.card import ModelCard
 from plans.key import NATIVE, make_key, verify_model
 from plans.machine import MachineReport
 from plans.placement import Placement
-from plans.plan import FORMAT_VERSION, Evidence, ModelIdentity, Plan, PlanKey, RequestMix, Workload
+from plans.plan import FORMAT_VERSION, Evidence, Limits, ModelIdentity, Plan, PlanKey, RequestMix, Workload
 
 MOST_FINALISTS = 8
 
@@ -160,20 +160,30 @@ def find(
 ) -> SearchResult:
     """The finalists: as many as the budget can repeat often enough to tell them apart."""
     widest = search(card, report, workload, request.limits, engines, MOST_FINALISTS)
-    most = affordable(widest.finalists[0], card, report, workload, request.budget_s)
+    most = affordable(widest.finalists[0], card, report, workload, request)
     return search(card, report, workload, request.limits, engines, most)
 
 
 def affordable(
-    best: Candidate, card: ModelCard, report: MachineReport, workload: Workload, budget_s: float
+    best: Candidate, card: ModelCard, report: MachineReport, workload: Workload, request: PlanRequest
 ) -> int:
-    """How many finalists fit into the budget at the trials of 256 and 48 tokens; without a prediction, four."""
+    """How many finalists fit into the budget at the trials of 256 and 48 tokens; without a prediction, four. Where two
+    do not fit onto a GPU, each starts again for each trial.
+    """
     seconds = request_s(best, card, report, workload.mix, RequestMix(256, 48))
     if seconds is None:
         return 4
     one_s = seconds * workload.concurrency + 0.05
-    candidate_s = ROUNDS_PLANNED * one_s + start_s(card, best.placement)
-    return max(2, min(MOST_FINALISTS, int(0.8 * budget_s / candidate_s)))
+    n_starts = ROUNDS_PLANNED if fills_a_gpu(best, report, request.limits) else 1
+    candidate_s = ROUNDS_PLANNED * one_s + n_starts * start_s(card, best.placement)
+    return max(2, min(MOST_FINALISTS, int(0.8 * request.budget_s / candidate_s)))
+
+
+def fills_a_gpu(candidate: Candidate, report: MachineReport, limits: Limits) -> bool:
+    """Whether there is no room for another one beside it."""
+    caps = {gpu.ordinal: cap_bytes(gpu, limits) for gpu in report.gpus}
+    needs = zip(candidate.placement.gpu_ordinals, candidate.gpu_memory, strict=True)
+    return any(2 * need.total_bytes > caps[ordinal] for ordinal, need in needs)
 
 
 def start_s(card: ModelCard, placement: Placement) -> float:

@@ -101,7 +101,7 @@ def label_of(placement: Placement) -> str:
 def _gpu_label(placement: Placement) -> str:
     """Such as `native gpu0 u2048 f16`, or `native gpu0 30 layers + cpu d16 p16 u2048 f16`."""
     where = " ".join(f"gpu{ordinal}" for ordinal in placement.gpu_ordinals)
-    if len(placement.assignments) > 1:
+    if any(item.device == "cpu" for item in placement.assignments):
         layers = sum(item.units.startswith("layer.") for item in placement.assignments)
         where += f" {layers} layers + cpu d{placement.decode_threads} p{placement.prefill_threads}"
     if placement.passing_tokens:

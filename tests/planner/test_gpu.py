@@ -13,7 +13,7 @@ from planner.gpu import cap_bytes, fill, gpu_candidates, predict_gpu
 from planner.gpu_memory import DeviceUse, StepSizes, device_need
 from planner.inspect import read_card
 from planner.memory import kv_bytes
-from planner.pipeline import start_s
+from planner.pipeline import fills_a_gpu, start_s
 from planner.pool import EnginePool
 from planner.search import search
 from plans import show
@@ -107,6 +107,27 @@ def test_two_gpus_share_what_one_can_not_hold() -> None:
     first, second = fill(card(), caps, StepSizes("f16", 4096, 1, 1, 512))
     assert (first.ordinal, second.ordinal) == (1, 0)
     assert second.end == 16 and first.end == second.first and second.has_head and not first.has_head
+
+
+def test_a_model_over_two_gpus_leaves_nothing_to_the_cpu() -> None:
+    both = gpu_machine(gpu(), gpu(ordinal=1))
+    found = search(card(), both, workload(), Limits(gpu_memory_mib=900), ("native",))
+    best = found.finalists[0]
+    assert best.label.startswith("native gpu0 gpu1 u") and best.memory.weights_bytes == 0
+    devices = {item.units: item.device for item in best.placement.assignments}
+    assert devices["*"] == "gpu1" and devices["layer.15.*"] == devices["head"] == "gpu0"
+    head, rest = best.gpu_memory
+    assert head.workspace_bytes > rest.workspace_bytes, "by number: logits are on the first"
+    assert all(need.total_bytes <= 900 * MIB for need in best.gpu_memory)
+
+
+def test_engines_that_fill_their_gpu_start_again_for_each_trial() -> None:
+    machine_of = gpu_machine(gpu())
+    whole = search(card(), machine_of, workload(), Limits(), ("native",)).finalists[0]
+    assert not fills_a_gpu(whole, machine_of, Limits())
+    capped = Limits(gpu_memory_mib=880)
+    split = search(card(), machine_of, workload(), capped, ("native",)).finalists[0]
+    assert fills_a_gpu(split, machine_of, capped)
 
 
 def test_the_cap_is_what_is_free_less_a_margin_or_the_flag() -> None:
