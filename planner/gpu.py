@@ -21,7 +21,7 @@ from planner.gpu_memory import (
     device_need,
     distinct_tensors,
 )
-from planner.memory import KV_BYTES_PER_ELEMENT, host_process_bytes, kv_bytes
+from planner.memory import KV_BYTES_PER_ELEMENT, host_limit_bytes, host_process_bytes, kv_bytes
 from plans.card import ModelCard
 from plans.machine import GpuRates, MachineReport
 from plans.placement import CPU_ONLY, Assignment, KvType, Placement
@@ -150,14 +150,15 @@ def gpu_candidates(
                 prefill_threads = 1 if filling.is_whole else limits.threads or cores
                 threads = (decode_threads, prefill_threads)
                 placement = _placement(card, report, limits, engine, filling, threads)
+                host_need = _host_need(card, placement, filling.uses)
                 if filling.uses[0].n_passing:
                     passing_tokens = _fewest_passing(card, report, placement, filling.uses)
-                    if passing_tokens is None:
+                    spare_bytes = host_limit_bytes(report, limits) - host_need.total_bytes
+                    if passing_tokens is None or _passing_bytes(card, filling.uses) > spare_bytes:
                         continue
                     placement = msgspec.structs.replace(placement, passing_tokens=passing_tokens)
                 by_number = sorted(filling.uses, key=lambda use: use.ordinal)
                 needs = tuple(device_need(card, use, filling.sizes) for use in by_number)
-                host_need = _host_need(card, placement, filling.uses)
                 yield GpuCandidate(placement, filling.uses, needs, host_need)
 
 
@@ -270,8 +271,12 @@ def _bringing_s(card: ModelCard, report: MachineReport, uses: tuple[DeviceUse, .
     """Seconds in which the weights of the CPU's layers pass through the first GPU."""
     gpu = next(gpu for gpu in report.gpus if gpu.ordinal == uses[0].ordinal)
     rate = gpu.copy_bytes_per_s("pinned in")
-    size = sum(unit.bytes for unit in card.units if uses[0].lets_pass(unit))
-    return None if rate is None else size / (_FEED_SHARE * rate)
+    return None if rate is None else _passing_bytes(card, uses) / (_FEED_SHARE * rate)
+
+
+def _passing_bytes(card: ModelCard, uses: tuple[DeviceUse, ...]) -> int:
+    """Of the file, which the page cache has to keep."""
+    return sum(unit.bytes for unit in card.units if uses[0].lets_pass(unit))
 
 
 def _left_on_host(card: ModelCard, uses: tuple[DeviceUse, ...]) -> tuple[ModelCard, Work]:

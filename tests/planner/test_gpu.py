@@ -214,6 +214,12 @@ def test_layers_may_pass_through_a_gpu_where_the_link_is_known() -> None:
     no_link = gpu_machine(msgspec.structs.replace(gpu(), copies=()))
     blind = gpu_candidates(card(), no_link, workload(), limits, "native")
     assert not any(item.placement.passing_tokens for item in blind)
+    left_bytes = staying.host_need.total_bytes + 50 * MIB
+    small = gpu_machine(gpu(), available_bytes=left_bytes + (Limits().host_memory_margin_mib << 20))
+    in_ram = gpu_candidates(card(), small, workload(), limits, "native")
+    assert not any(item.placement.passing_tokens for item in in_ram), (
+        "the file would not stay in the page cache"
+    )
 
 
 def test_a_split_model_keeps_cache_for_its_sequences_alone() -> None:
