@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import msgspec
 
+from planner.gpu import cap_bytes
 from planner.search import Candidate, SearchResult, request_s
+from planner.workload import PlanRequest
 from plans.card import ModelCard
 from plans.machine import MachineReport
 from plans.placement import Placement
-from plans.plan import RequestMix, Workload
+from plans.plan import Limits, RequestMix, Workload
 
 ROUNDS_PLANNED = 4  # of each finalist: a cold one, and three that make an interval
 CONFIRMING_TRIALS = 6  # three held-out rounds of the last two
@@ -63,16 +65,27 @@ def choose_lengths(
 
 
 def affordable_finalists(
-    best: Candidate, card: ModelCard, report: MachineReport, workload: Workload, budget_s: float
+    best: Candidate, card: ModelCard, report: MachineReport, workload: Workload, request: PlanRequest
 ) -> int:
-    """How many finalists like `best` fit into most of the budget, at trials of the middle length."""
+    """How many finalists like `best` fit into most of the budget, at trials of the middle length.
+
+    Where two do not fit onto a GPU, each starts again for each trial.
+    """
     mix = _LONGEST_FIRST[_MIDDLE].as_mix()
     seconds = request_s(best, card, report, workload.mix, mix)
     if seconds is None:
         return _FINALISTS_WITHOUT_PREDICTION
     trial_s = seconds * workload.concurrency + _TRIAL_OVERHEAD_S
-    candidate_s = ROUNDS_PLANNED * trial_s + engine_start_s(card, best.placement)
-    return max(_FEWEST_FINALISTS, min(MOST_FINALISTS, int(0.8 * budget_s / candidate_s)))
+    n_starts = ROUNDS_PLANNED if fills_a_gpu(best, report, request.limits) else 1
+    candidate_s = ROUNDS_PLANNED * trial_s + n_starts * engine_start_s(card, best.placement)
+    return max(_FEWEST_FINALISTS, min(MOST_FINALISTS, int(0.8 * request.budget_s / candidate_s)))
+
+
+def fills_a_gpu(candidate: Candidate, report: MachineReport, limits: Limits) -> bool:
+    """Whether there is no room for another one beside it."""
+    caps = {gpu.ordinal: cap_bytes(gpu, limits) for gpu in report.gpus}
+    needs = zip(candidate.placement.gpu_ordinals, candidate.gpu_memory, strict=True)
+    return any(2 * need.total_bytes > caps[ordinal] for ordinal, need in needs)
 
 
 def engine_start_s(card: ModelCard, placement: Placement) -> float:

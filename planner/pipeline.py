@@ -160,7 +160,7 @@ def find(
 ) -> SearchResult:
     """The finalists: as many as the budget can repeat often enough to tell them apart."""
     widest = search(card, report, workload, request.limits, engines, MOST_FINALISTS)
-    most = affordable_finalists(widest.finalists[0], card, report, workload, request.budget_s)
+    most = affordable_finalists(widest.finalists[0], card, report, workload, request)
     return search(card, report, workload, request.limits, engines, most)
 
 

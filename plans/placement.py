@@ -42,6 +42,9 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpus: tuple[int, ...] = ()  # threads are pinned to these; empty = not pinned
     spin_us: int = 2000  # how long an idle thread spins before it parks
     step_budget_ms: int = 150  # bound on a prefill chunk while other sequences decode
+    passing_tokens: int = (
+        0  # steps of at least so many compute the CPU's layers on a GPU, through which their weights pass
+    )
     gpu_memory_mib: tuple[int, ...] = ()  # cap per GPU by number, never exceeded; missing ones have none
 
     def gpu_cap_bytes(self, ordinal: int) -> int | None:

@@ -15,7 +15,7 @@ from planner.bench.run import RaceTask
 from planner.budget import Lengths
 from planner.progress import Reporter
 from plans.machine import ReadRate, best_read_bytes_per_s
-from plans.placement import GPU_ONLY, Placement
+from plans.placement import CPU_ONLY, GPU_ONLY, Assignment, Placement
 from plans.plan import EngineBuild, MemoryNeed, Plan
 from tests.planner.fakes import EngineFarm, card, encode, placement, texts
 from tests.plans.samples import sample_plan
@@ -116,6 +116,19 @@ def test_a_side_that_fails_ends_the_race_with_its_words(trouble: str) -> None:
     with pytest.raises(MeasureError):
         race(farm)
     assert len(farm.closed) == len(farm.started)
+
+
+def test_the_baseline_fills_the_room_that_layers_pass_through() -> None:
+    split = (*CPU_ONLY, *(Assignment(f"layer.{layer}.*", "gpu0", "gpu0") for layer in (9, 10, 11)))
+    plan = sample_plan()
+    for passing_tokens, first in ((0, 9), (64, 8)):
+        place = placement(assignments=split, passing_tokens=passing_tokens)
+        split_plan = msgspec.structs.replace(plan, placement=place, gpu_memory=(MemoryNeed(0, 0, 0),))
+        task = RaceTask(split_plan, "llama-server", Lengths(128, 16), 3)
+        for theirs in run.baseline_placements(task):
+            on_gpu = {item.units for item in theirs.assignments if item.device == "gpu0"}
+            assert on_gpu == {f"layer.{layer}.*" for layer in range(first, 12)}
+            assert theirs.passing_tokens == 0
 
 
 def test_a_plan_on_the_baseline_itself_is_refused() -> None:

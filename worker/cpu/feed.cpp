@@ -67,6 +67,7 @@ class Slots {
 };
 
 struct Piece {
+  int32_t round;
   int32_t part;
   int64_t begin_bytes;  // from the part's first
   int64_t size_bytes;
@@ -78,8 +79,10 @@ class Feed {
       : plan_(plan),
         driver_(*plan.driver),
         parts_(plan.parts, plan.parts + plan.n_parts),
+        queued_bytes_(parts_.size()),
+        awaited_bytes_(parts_.size()),
         buffer_events_(plan.n_buffers) {
-    for (const pw_part& part : parts_) missing_bytes_.push_back(part.size_bytes);
+    for (const pw_part& part : parts_) n_buffered_ += part.buffer >= 0;
   }
 
   ~Feed() {
@@ -108,8 +111,10 @@ class Feed {
   int32_t await(int32_t part) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [&] { return missing_bytes_[part] == 0 || is_stopped_; });
-      if (missing_bytes_[part] > 0) return fail(code_, "%s", words_.c_str());
+      const int64_t wanted = awaited_bytes_[part] + parts_[part].size_bytes;
+      changed_.wait(lock, [&] { return queued_bytes_[part] >= wanted || is_stopped_; });
+      if (queued_bytes_[part] < wanted) return fail(code_, "%s", words_.c_str());
+      if (plan_.repeats) awaited_bytes_[part] = wanted;
     }
     int32_t status = driver_.record_event(arrived_, stream_);
     if (status == 0) status = driver_.wait_event(plan_.stream, arrived_, 0);
@@ -144,13 +149,23 @@ class Feed {
   // The next piece, once its raw buffer is free to be written; nothing at the end.
   std::optional<Piece> next() {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (next_part_ < plan_.n_parts && next_bytes_ == parts_[next_part_].size_bytes) next_part_++, next_bytes_ = 0;
+    while (next_part_ < plan_.n_parts && next_bytes_ == parts_[next_part_].size_bytes) {
+      next_part_++, next_bytes_ = 0;
+      if (next_part_ == plan_.n_parts && plan_.repeats) next_part_ = 0, next_round_++;
+    }
     if (is_stopped_ || next_part_ == plan_.n_parts) return std::nullopt;
     const int64_t left = parts_[next_part_].size_bytes - next_bytes_;
-    const Piece piece{next_part_, next_bytes_, std::min(left, plan_.piece_bytes)};
+    const Piece piece{next_round_, next_part_, next_bytes_, std::min(left, plan_.piece_bytes)};
     next_bytes_ += piece.size_bytes;
-    changed_.wait(lock, [&] { return n_released_ >= parts_[piece.part].n_released || is_stopped_; });
+    const int64_t wanted = releases_before(piece);
+    changed_.wait(lock, [&] { return n_released_ >= wanted || is_stopped_; });
     return is_stopped_ ? std::nullopt : std::optional(piece);
+  }
+
+  // How many releases say that a piece's raw buffer is free.
+  int64_t releases_before(const Piece& piece) const {
+    const pw_part& part = parts_[piece.part];
+    return piece.round == 0 ? part.n_released : (piece.round - 1) * n_buffered_ + part.n_released_again;
   }
 
   void read_all() {
@@ -163,8 +178,9 @@ class Feed {
       if (!bring(*piece, slots, turn)) break;
       turn = (turn + 1) % slots.count();
       std::lock_guard<std::mutex> lock(mutex_);
-      missing_bytes_[piece->part] -= piece->size_bytes;
-      if (missing_bytes_[piece->part] == 0) changed_.notify_all();
+      int64_t& queued = queued_bytes_[piece->part];
+      queued += piece->size_bytes;
+      if (queued % parts_[piece->part].size_bytes == 0) changed_.notify_all();
     }
     driver_.synchronize_stream(stream_);  // copies may still read the slots
   }
@@ -173,7 +189,7 @@ class Feed {
     const pw_part& part = parts_[piece.part];
     int32_t status = driver_.synchronize_event(slots.event(turn));
     if (status == 0 && !read(part, piece, slots.slot(turn))) return false;
-    if (status == 0 && part.n_released > 0) status = driver_.wait_event(stream_, buffer_events_[part.buffer], 0);
+    if (status == 0 && releases_before(piece) > 0) status = driver_.wait_event(stream_, buffer_events_[part.buffer], 0);
     const uint64_t target = part.target + static_cast<uint64_t>(piece.begin_bytes);
     const size_t bytes = static_cast<size_t>(piece.size_bytes);
     if (status == 0) status = driver_.copy_in(target, slots.slot(turn), bytes, stream_);
@@ -206,11 +222,14 @@ class Feed {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<int64_t> missing_bytes_;  // of each part, whose copies are not queued
+  std::vector<int64_t> queued_bytes_;  // of each part, over all rounds
+  std::vector<int64_t> awaited_bytes_;
   std::vector<void*> buffer_events_;
+  int64_t n_buffered_ = 0;  // parts that go through raw buffers
+  int32_t next_round_ = 0;
   int32_t next_part_ = 0;
   int64_t next_bytes_ = 0;
-  int32_t n_released_ = 0;
+  int64_t n_released_ = 0;
   bool is_stopped_ = false;
   int32_t code_ = PW_OK;
   std::string words_;
@@ -223,6 +242,7 @@ bool is_sound(const pw_feed_plan& plan) {
     const pw_part& part = plan.parts[i];
     if (part.size_bytes < 0 || part.buffer >= plan.n_buffers) return false;
     if (part.n_released > 0 && part.buffer < 0) return false;
+    if (plan.repeats && (part.buffer < 0 || part.size_bytes == 0)) return false;
     if (i > 0 && part.buffer >= 0 && part.n_released < plan.parts[i - 1].n_released) return false;
   }
   return true;

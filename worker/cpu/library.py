@@ -43,6 +43,7 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "pw_kv_destroy": (None, [c_void_p]),
     "pw_kv_page_bytes": (c_int64, [c_void_p]),
     "pw_kv_copy_page": (c_int32, [c_void_p, c_int32, c_int32]),
+    "pw_kv_layer_memory": (c_void_p, [c_void_p, c_int32, POINTER(c_int64)]),
     "pw_kv_read": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, c_void_p]),
     "pw_step_create": (
         c_void_p,

@@ -174,7 +174,7 @@ class PartStruct(ctypes.Structure):
         ("file", c_int32),
         ("buffer", c_int32),
         ("n_released", c_int32),
-        ("reserved", c_int32),
+        ("n_released_again", c_int32),
     ]
 
 
@@ -191,6 +191,8 @@ class FeedPlanStruct(ctypes.Structure):
         ("n_buffers", c_int32),
         ("n_readers", c_int32),
         ("n_slots", c_int32),
+        ("repeats", c_int32),
+        ("reserved", c_int32),
     ]
 
 

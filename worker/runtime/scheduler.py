@@ -34,7 +34,7 @@ from worker.runtime.executor import (
 )
 from worker.runtime.flight import Flight, Seats, batch_behind, batch_of
 from worker.runtime.kv_pages import PagePool
-from worker.runtime.pace import Pace, share_budget
+from worker.runtime.pace import LEAST_CHUNK_TOKENS, Pace, share_budget
 from worker.runtime.requests import (
     Bounds,
     Generation,
@@ -51,11 +51,14 @@ LONGEST_STEP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`context_length_tokens` is of one sequence; `step_budget_s` bounds what prompts add to a decode step."""
+    """`context_length_tokens` is of one sequence; `step_budget_s` bounds what prompts add to a decode step, except that
+    they may always add `least_chunk_tokens` tokens.
+    """
 
     context_length_tokens: int
     max_sequences: int
     step_budget_s: float = 0.15
+    least_chunk_tokens: int = LEAST_CHUNK_TOKENS
     max_queued: int = 256
 
 
@@ -100,7 +103,7 @@ class Scheduler:
         self.pool = PagePool(executor.n_pages, executor.copy_page)
         self.board = board or CancelBoard()
         self.counters = Counters()
-        self._pace = Pace()
+        self._pace = Pace(limits.least_chunk_tokens)
         self._queue: deque[Request] = deque()  # oldest first
         self._running: list[Request] = []  # oldest first
         self._by_id: dict[str, Request] = {}

@@ -37,6 +37,7 @@ from worker.protocol import (
 )
 from worker.runtime.cancel import CancelBoard
 from worker.runtime.executor import Executor, ExecutorFactory
+from worker.runtime.pace import LEAST_CHUNK_TOKENS
 from worker.runtime.pipes import EventWriter, Inbox, Malformed, Pulse, Stop, read_messages
 from worker.runtime.scheduler import Limits, Scheduler
 
@@ -164,7 +165,10 @@ class Worker:
             return False
         self._executor = executor
         limits = Limits(
-            placement.context_length_tokens, placement.max_sequences, placement.step_budget_ms / 1000
+            placement.context_length_tokens,
+            placement.max_sequences,
+            placement.step_budget_ms / 1000,
+            max(LEAST_CHUNK_TOKENS, placement.passing_tokens),
         )
         self._scheduler = Scheduler(executor, limits, self._writer.emit, board=self._board)
         gc.collect()
