@@ -16,7 +16,7 @@ from plans.key import open_verified_plan
 from plans.plan import Plan
 from server.app import build_app
 from server.load import ModelGuard, engine_factory, load_text, model_info
-from server.serve import Stop, bind, run_server, url_of
+from server.serve import Stop, allow_many_connections, bind, run_server, url_of
 from server.supervise import Supervisor
 
 _DEFAULTS = ServeSettings()
@@ -49,6 +49,7 @@ def serve_command(
     settings = _with_flags(load_settings(), host, port, api_key)
     plan = open_verified_plan(plan_id)
     log_to_stderr()
+    allow_many_connections()
     listener = bind(settings.serve.host, settings.serve.port)
     _warn_if_open(settings)
     asyncio.run(serve_plan(plan, settings, listener))
