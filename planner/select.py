@@ -16,9 +16,8 @@ from planner.statistics import Interval, median, paired_ratio
 from planner.trials import score_s
 from plans.plan import CandidateResult, Rejected, RequestMix, Trial
 
-MOST_TIE_RATIO = (
-    1.1  # what is slower than this at the middle of the interval wins no tie, however wide the interval
-)
+# What is slower than this at the middle of the interval wins no tie, however wide the interval.
+MOST_TIE_RATIO = 1.1
 
 
 class Selection(msgspec.Struct, frozen=True):
