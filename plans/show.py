@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 
 from plans.card import ModelCard
 from plans.machine import GpuRates, MachineReport
+from plans.placement import Placement
 from plans.plan import CandidateResult, Plan, plan_builtins
 from plans.store import PlanListing
 
@@ -247,6 +249,7 @@ def plan_text(plan: Plan) -> str:
         f"weights {bytes_text(plan.memory.weights_bytes)}, "
         f"KV {bytes_text(plan.memory.kv_bytes)}, workspace {bytes_text(plan.memory.workspace_bytes)}",
         *_gpu_memory_lines(plan),
+        *_layer_lines(placement),
         f"  machine    {plan.key.machine_fingerprint} ({plan.host.cpus[0].model_name})",
         f"  made       {plan.created_at} by {plan.placewright_version}, {evidence.spent_s:.1f} s of measuring",
         f"  chosen     {evidence.chosen_because}",
@@ -268,6 +271,18 @@ def _gpu_memory_lines(plan: Plan) -> list[str]:
         f"driver {bytes_text(need.context_bytes)}"
         for ordinal, need in zip(plan.placement.gpu_ordinals, plan.gpu_memory, strict=True)
     ]
+
+
+def _layer_lines(placement: Placement) -> list[str]:
+    """Where the layers are, if not all in one place."""
+    placed = Counter(item.device for item in placement.assignments if item.units.startswith("layer."))
+    if not placed:
+        return []
+    words = [f"{count} on {device}" for device, count in sorted(placed.items())]
+    rest = f"the others on {placement.assignments[0].device}"
+    if placement.passing_tokens:
+        rest += f", passing through a GPU in steps of {placement.passing_tokens} tokens or more"
+    return [f"  layers     {', '.join([*words, rest])}"]
 
 
 _RESULT_HEAD = ("candidate", "trials", "prefill tok/s", "decode tok/s", "TTFT s", "score s", "ratio", "95 %")
