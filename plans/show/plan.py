@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from configs.errors import printable
+from plans.placement import Placement
 from plans.plan import CandidateResult, Plan, plan_builtins
 from plans.show.text import bytes_text, number_text, table
 from plans.store import PlanListing
@@ -69,6 +71,7 @@ def plan_text(plan: Plan) -> str:
         f"weights {bytes_text(plan.memory.weights_bytes)}, "
         f"KV {bytes_text(plan.memory.kv_bytes)}, workspace {bytes_text(plan.memory.workspace_bytes)}",
         *_gpu_memory_lines(plan),
+        *_layer_lines(placement),
         f"  machine    {plan.key.machine_fingerprint} ({plan.host.cpus[0].model_name})",
         f"  made       {_moment_text(plan.created_at)} UTC by Placewright {plan.placewright_version}, "
         f"{evidence.spent_s:.1f} s of measuring",
@@ -92,6 +95,18 @@ def _gpu_memory_lines(plan: Plan) -> list[str]:
         f"driver {bytes_text(need.context_bytes)}"
         for ordinal, need in zip(plan.placement.gpu_ordinals, plan.gpu_memory, strict=True)
     ]
+
+
+def _layer_lines(placement: Placement) -> list[str]:
+    """Where the layers are, if not all in one place."""
+    placed = Counter(item.device for item in placement.assignments if item.units.startswith("layer."))
+    if not placed:
+        return []
+    words = [f"{count} on {device}" for device, count in sorted(placed.items())]
+    rest = f"the others on {placement.assignments[0].device}"
+    if placement.passing_tokens:
+        rest += f", passing through a GPU in steps of {placement.passing_tokens} tokens or more"
+    return [f"  layers     {', '.join([*words, rest])}"]
 
 
 _RESULT_HEAD = ("candidate", "trials", "prefill tok/s", "decode tok/s", "TTFT s", "score s", "ratio", "95 %")

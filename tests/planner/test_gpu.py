@@ -18,13 +18,14 @@ from planner.pool import EnginePool
 from planner.search import search
 from plans import show
 from plans.machine import Gpu
-from plans.placement import GPU_ONLY
-from plans.plan import Limits, RequestMix, Workload
+from plans.placement import CPU_ONLY, GPU_ONLY, Assignment
+from plans.plan import Limits, MemoryNeed, RequestMix, Workload
 from tests.cuda.emulated_model import ShapesOnlyLauncher
 from tests.cuda.executors import placement as tiny_placement
 from tests.cuda.executors import synthetic_model
 from tests.cuda.host_device import HostDevice
 from tests.planner.fakes import EngineFarm, card, gpu, gpu_machine, machine, placement
+from tests.plans.samples import sample_plan
 from worker.cuda.cuda_kernels import CudaKernels
 from worker.cuda.model import predict
 from worker.cuda.passing import NOTHING, Passing
@@ -252,6 +253,21 @@ def test_engines_that_do_not_fit_together_take_turns() -> None:
 def test_reports_show_their_gpus() -> None:
     text = show.report_text(gpu_machine(gpu()))
     assert "gpu0  Fake GPU, driver 999.1" in text and "600.0 GB/s" in text
+
+
+def test_a_plan_says_where_its_layers_are() -> None:
+    def lines(*assignments: Assignment, passing_tokens: int = 0) -> list[str]:
+        place = placement(assignments=assignments, passing_tokens=passing_tokens)
+        needs = (MemoryNeed(1, 1, 1),) * len(place.gpu_ordinals)
+        plan = msgspec.structs.replace(sample_plan(), placement=place, gpu_memory=needs)
+        return [line for line in show.plan_text(plan).splitlines() if line.startswith("  layers")]
+
+    on_gpu = tuple(Assignment(f"layer.{layer}.*", "gpu0", "gpu0") for layer in (2, 3))
+    assert lines(*CPU_ONLY) == []
+    assert lines(*CPU_ONLY, *on_gpu) == ["  layers     2 on gpu0, the others on cpu"]
+    (passing,) = lines(*CPU_ONLY, *on_gpu, passing_tokens=64)
+    assert passing.endswith("on cpu, passing through a GPU in steps of 64 tokens or more")
+    assert lines(Assignment("*", "gpu1", "gpu1"), *on_gpu) == ["  layers     2 on gpu0, the others on gpu1"]
 
 
 def test_doctor_says_what_a_gpu_lacks() -> None:
