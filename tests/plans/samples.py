@@ -21,7 +21,6 @@ from plans.plan import (
 )
 from tests.planner.fakes import machine_host, placement
 
-
 TWO_BUILDS = (EngineBuild("native", "1"), EngineBuild("llama-server", "1"))
 
 
