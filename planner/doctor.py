@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from configs.errors import SettingsError
+from configs.errors import PlanError, SettingsError
 from configs.paths import cache_folder, data_folder, plans_folder, settings_file
 from configs.settings import Settings, load_settings
 from planner.engines import offers
@@ -145,7 +145,15 @@ def _folder(name: str, folder: Path, variable: str) -> Check:
 
 
 def _plans() -> Check:
-    listing = PlanStore(plans_folder()).list()
+    try:
+        listing = PlanStore(plans_folder()).list()
+    except PlanError as error:
+        return Check(
+            "plans",
+            "failed",
+            str(error),
+            "give yourself access to it, or set XDG_DATA_HOME to another folder",
+        )
     if listing.damaged:
         names = ", ".join(item.name for item in listing.damaged)
         return Check(

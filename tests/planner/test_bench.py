@@ -16,9 +16,9 @@ from planner.budget import Lengths
 from planner.progress import Reporter
 from plans.machine import ReadRate, best_read_bytes_per_s
 from plans.placement import CPU_ONLY, GPU_ONLY, Assignment, Placement
-from plans.plan import EngineBuild, MemoryNeed, Plan
+from plans.plan import MemoryNeed, Plan
 from tests.planner.fakes import EngineFarm, card, encode, placement, texts
-from tests.plans.samples import sample_plan
+from tests.plans.samples import TWO_BUILDS, sample_plan
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_the_baseline_fills_the_room_that_layers_pass_through() -> None:
 
 
 def test_a_plan_on_the_baseline_itself_is_refused() -> None:
-    plan = sample_plan(builds=(EngineBuild("native", "1"), EngineBuild("llama-server", "1")))
+    plan = sample_plan(builds=TWO_BUILDS)
     same = placement(
         engine="llama-server", load_mode="mmap", huge_pages=False, decode_threads=4, prefill_threads=4
     )

@@ -185,6 +185,13 @@ def test_doctor_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(check["remedy"] for check in checks.values() if check["state"] == "failed")
 
 
+def test_doctor_finds_plans_that_can_not_be_read(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders.parent.mkdir(parents=True)
+    folders.touch()
+    assert placewright.run(["doctor"]) == 1
+    assert "FAIL  plans: can not read the folder of plans" in capsys.readouterr().out
+
+
 def test_doctor_finds_broken_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "settings.toml"
     broken.write_text("[[[")
