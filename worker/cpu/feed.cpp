@@ -81,6 +81,7 @@ class Feed {
         parts_(plan.parts, plan.parts + plan.n_parts),
         queued_bytes_(parts_.size()),
         awaited_bytes_(parts_.size()),
+        arrived_events_(plan.n_buffers),
         buffer_events_(plan.n_buffers) {
     for (const pw_part& part : parts_) n_buffered_ += part.buffer >= 0;
   }
@@ -92,8 +93,9 @@ class Feed {
       driver_.synchronize_stream(stream_);
       driver_.destroy_stream(stream_);
     }
-    for (void* event : buffer_events_)
-      if (event != nullptr) driver_.destroy_event(event);
+    for (const std::vector<void*>* events : {&arrived_events_, &buffer_events_})
+      for (void* event : *events)
+        if (event != nullptr) driver_.destroy_event(event);
     if (arrived_ != nullptr) driver_.destroy_event(arrived_);
   }
 
@@ -101,8 +103,9 @@ class Feed {
     int32_t status = driver_.set_context(plan_.context);
     if (status == 0) status = driver_.create_stream(&stream_, kNonBlocking);
     if (status == 0) status = driver_.create_event(&arrived_, kNoTiming);
-    for (void*& event : buffer_events_)
-      if (status == 0) status = driver_.create_event(&event, kNoTiming);
+    for (std::vector<void*>* events : {&arrived_events_, &buffer_events_})
+      for (void*& event : *events)
+        if (status == 0) status = driver_.create_event(&event, kNoTiming);
     if (status != 0) return refused(status, "to begin");
     for (int32_t i = 0; i < plan_.n_readers; i++) readers_.emplace_back([this] { read_all(); });
     return PW_OK;
@@ -116,8 +119,9 @@ class Feed {
       if (queued_bytes_[part] < wanted) return fail(code_, "%s", words_.c_str());
       if (plan_.repeats) awaited_bytes_[part] = wanted;
     }
-    int32_t status = driver_.record_event(arrived_, stream_);
-    if (status == 0) status = driver_.wait_event(plan_.stream, arrived_, 0);
+    const int32_t buffer = parts_[part].buffer;
+    int32_t status = buffer >= 0 ? 0 : driver_.record_event(arrived_, stream_);
+    if (status == 0) status = driver_.wait_event(plan_.stream, buffer >= 0 ? arrived_events_[buffer] : arrived_, 0);
     return status == 0 ? PW_OK : refused(status, "to wait for copies");
   }
 
@@ -177,12 +181,26 @@ class Feed {
     while (const std::optional<Piece> piece = next()) {
       if (!bring(*piece, slots, turn)) break;
       turn = (turn + 1) % slots.count();
-      std::lock_guard<std::mutex> lock(mutex_);
-      int64_t& queued = queued_bytes_[piece->part];
-      queued += piece->size_bytes;
-      if (queued % parts_[piece->part].size_bytes == 0) changed_.notify_all();
+      if (!count(*piece)) break;
     }
     driver_.synchronize_stream(stream_);  // copies may still read the slots
+  }
+
+  // After a piece's copy was queued. Behind the last one of a part stands its own event: waiting for the end of all that
+  // is queued would hold the raw buffers of a few parts at once, and the link would pause.
+  bool count(const Piece& piece) {
+    const pw_part& part = parts_[piece.part];
+    int32_t status = 0;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      int64_t& queued = queued_bytes_[piece.part];
+      const bool is_last = (queued + piece.size_bytes) % part.size_bytes == 0;
+      if (is_last && part.buffer >= 0) status = driver_.record_event(arrived_events_[part.buffer], stream_);
+      if (status == 0) queued += piece.size_bytes;
+      if (is_last) changed_.notify_all();
+    }
+    if (status != 0) stop(PW_E_DEVICE, "marking a copy failed (CUDA error " + std::to_string(status) + ")");
+    return status == 0;
   }
 
   bool bring(const Piece& piece, Slots& slots, size_t turn) {
@@ -218,13 +236,14 @@ class Feed {
   const pw_driver driver_;
   const std::vector<pw_part> parts_;
   void* stream_ = nullptr;
-  void* arrived_ = nullptr;
+  void* arrived_ = nullptr;  // of parts without buffers
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<int64_t> queued_bytes_;  // of each part, over all rounds
   std::vector<int64_t> awaited_bytes_;
-  std::vector<void*> buffer_events_;
+  std::vector<void*> arrived_events_;  // by raw buffer: all of its part's copies are queued before
+  std::vector<void*> buffer_events_;   // its last use is queued before
   int64_t n_buffered_ = 0;  // parts that go through raw buffers
   int32_t next_round_ = 0;
   int32_t next_part_ = 0;
