@@ -48,10 +48,6 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def geometric_mean(values: Sequence[float]) -> float | None:
-    return math.exp(statistics.fmean(math.log(value) for value in values)) if values else None
-
-
 def log_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
     """Pairs by position; all values positive, both of one length."""
     return [math.log(a / b) for a, b in zip(numerators, denominators, strict=True)]

@@ -21,13 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine_processes import llama_serving, placewright, run_for_model, serving
 from gpu_model_bench import DECODE_STEPS, decode_s, placement
-from http_streams import Rates, measure
+from http_streams import Rates, ask_all, measure
 
 from planner.inspect import read_card
 from worker.runtime.load_gpu import load_gpu
 
 N_SEQUENCES = 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 192
+WARM_UP_TOKENS = 64
 CONTEXT_TOKENS = 1024
 ROUNDS = 3
 PLAN_BUDGET_S, PLAN_DEADLINE_S, RACE_DEADLINE_S = 12, 150.0, 120.0
@@ -81,9 +82,13 @@ def library_tokens_per_s(path: Path) -> Iterator[tuple[int, float]]:
 
 
 def served(url: str, n_vocab: int) -> Iterator[tuple[int, Rates]]:
-    """Medians over the rounds, for one stream and for many; a first round warms up."""
+    """Medians over the rounds, for one stream and for many, after a round that warms up.
+
+    Prompts are read one after the other, a token of the earlier ones between two steps of theirs. Warm-up answers are
+    so long that the last one usually begins before the first one ends, and nothing is measured if it does not.
+    """
     for count in (1, N_SEQUENCES):
-        measure(url, prompts(count, 0, n_vocab), 16)
+        ask_all(url, prompts(count, 0, n_vocab), WARM_UP_TOKENS)
         numbers = range(1, ROUNDS + 1)
         rounds = [measure(url, prompts(count, number, n_vocab), OUTPUT_TOKENS) for number in numbers]
         yield count, median(rounds)

@@ -1,15 +1,17 @@
 """The GPU engine against llama.cpp's CUDA build on the same file and the same tokens: KL divergence, top-1, perplexity.
 
-    gpu_parity.py MODEL.gguf TEXT [TEXT...] --llama-perplexity PATH [--chunks 3] [--threads 8]
+    gpu_parity.py MODEL.gguf... --texts TEXT... --llama-perplexity PATH [--chunks 3] [--threads 8]
 
 Each row scores the second half of every context against llama.cpp with flash attention. Ours computes it in steps of
 128 tokens as for a prompt, of 16 as for a batch, and of one; `cpu` is our own CPU engine. How far llama.cpp is from
 itself, with flash attention off and with another step size, is the yardstick; `parity.py` says what clear tokens are.
+Perplexities are differences to llama.cpp's, which stands above the rows, or to the side that the row is against.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -121,32 +123,37 @@ def compare_text(task: Task, text: Path) -> Iterator[Row]:
         measured = measure(base, sides)
     gpu.close()
     cpu.close()
+    yield from rows(f"{task.model.stem}, {text.stem}", measured)
+
+
+def rows(title: str, measured: dict[tuple[str, str], Tokens]) -> Iterator[Row]:
+    """A row that says of what, and one for each pair below it."""
     noise = lead_noise(measured[LLAMA, FA_OFF])
-    for (first, second), tokens in measured.items():
-        against = "" if first == LLAMA else f" against {first}"
-        yield f"{task.model.stem} {text.stem}: {second}{against}", words(agreement(tokens, noise))
+    found = {pair: agreement(tokens, noise) for pair, tokens in measured.items()}
+    yardstick = found[LLAMA, FA_OFF]
+    yield title, f"{yardstick.tokens:,} tokens, perplexity of llama.cpp {yardstick.perplexity_first:.3f}"
+    for (first, second), of_pair in found.items():
+        yield f"  {second}" + ("" if first == LLAMA else f" against {first}"), words(of_pair)
 
 
 def words(found: Agreement) -> str:
     change = 100 * (found.perplexity_second / found.perplexity_first - 1)
-    perplexity = f"{found.perplexity_first:.3f}, {found.perplexity_second:.3f} ({change:+.2f} %)"
-    clear = "" if found.top1_of_clear is None else f", of clear tokens {100 * found.top1_of_clear:.1f} %"
-    top1 = f"top-1 {100 * found.top1:.1f} %{clear}"
-    return f"KL {found.mean_kl:.5f}, {top1}, perplexity {perplexity}, {found.tokens:,} tokens"
+    clear = "" if found.top1_of_clear is None else f", of clear tokens {100 * found.top1_of_clear:5.1f} %"
+    return f"KL {found.mean_kl:.5f}, top-1 {100 * found.top1:5.1f} %{clear}, perplexity {change:+.2f} %"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("texts", type=Path, nargs="+")
+    parser.add_argument("models", type=Path, nargs="+")
+    parser.add_argument("--texts", type=Path, nargs="+", required=True)
     parser.add_argument("--llama-perplexity", type=Path, required=True)
     parser.add_argument("--chunks", type=int, default=3)
     parser.add_argument("--threads", type=int, default=8)
     options = parser.parse_args()
-    task = Task(options.model, options.llama_perplexity, options.chunks, options.threads)
-    for text in options.texts:
+    for model, text in itertools.product(options.models, options.texts):
+        task = Task(model, options.llama_perplexity, options.chunks, options.threads)
         for name, value in compare_text(task, text):
             print(f"{name}: {value}", flush=True)
     return 0

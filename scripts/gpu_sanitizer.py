@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 110.0
+LIMIT_S = 200.0  # the longest takes 80 s beside the other eleven, more where tests run meanwhile too
 ERROR_CODE = 86
 Row = tuple[str, str]
 

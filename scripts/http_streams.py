@@ -53,14 +53,19 @@ def rates_of(streams: list[Stream]) -> Rates:
     )
 
 
-def measure(url: str, prompts: list[list[int]], n_tokens: int) -> Rates:
-    """Rates of all prompts (token ids) asked for at once. Raises OSError, ValueError or TimeoutError."""
+def ask_all(url: str, prompts: list[list[int]], n_tokens: int) -> list[Stream]:
+    """Answers to all prompts (token ids), asked for at once. Raises OSError, ValueError or TimeoutError."""
 
-    async def ask_all() -> list[Stream]:
+    async def ask() -> list[Stream]:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
             return await asyncio.gather(*(complete(url, ids, n_tokens) for ids in prompts))
 
-    return rates_of(asyncio.run(ask_all()))
+    return asyncio.run(ask())
+
+
+def measure(url: str, prompts: list[list[int]], n_tokens: int) -> Rates:
+    """Rates of `ask_all`. Raises as it and as `rates_of`."""
+    return rates_of(ask_all(url, prompts, n_tokens))
 
 
 async def complete(url: str, prompt_ids: list[int], n_tokens: int) -> Stream:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 KNOWN_NATS = 16  # what lies further below the best of its row is written as if it lay there
+LAST_WORDS = 1500  # characters of a failure
 SPAN_TOKENS = 128  # rows of a block; contexts are multiples of twice as many
 
 
@@ -79,9 +80,13 @@ class LlamaPerplexity(NamedTuple):
     bos_id: int | None
 
     def logits(self, text: Path, flags: Sequence[str], out: Path) -> LlamaLogits:
-        """Raises CalledProcessError when llama-perplexity fails; its words are on stderr."""
+        """Raises RuntimeError with the end of what llama-perplexity said where it fails; else its words are dropped."""
         context = str(self.context)
         command = [str(self.program), "-m", str(self.model), "-f", str(text), "--no-escape", "-c", context]
         command += ["-b", context, "--chunks", str(self.chunks), "-t", str(self.threads), *flags]
-        subprocess.run([*command, "--kl-divergence-base", str(out)], check=True, stdout=subprocess.DEVNULL)
+        command += ["--kl-divergence-base", str(out)]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if done.returncode:
+            words = done.stderr.decode(errors="replace")[-LAST_WORDS:]
+            raise RuntimeError(f"{self.program.name} ended with code {done.returncode}: {words}")
         return LlamaLogits(out, self.bos_id)

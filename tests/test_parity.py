@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from scripts import parity
-from scripts.llama_logits import KNOWN_NATS, Block, LlamaLogits
+from scripts.llama_logits import KNOWN_NATS, Block, LlamaLogits, LlamaPerplexity
 from tests.tiny import write_model
 from worker.model.describe import describe_file
 from worker.model.gguf import open_model
@@ -63,6 +63,18 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"GGUF" + bytes(40))
     with pytest.raises(ValueError, match="does not hold log probabilities"):
         LlamaLogits(tmp_path / "x", None)
+
+
+def test_only_a_failure_shows_what_llama_perplexity_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "llama-perplexity"
+    program.write_text("#!/bin/sh\necho out of memory >&2\nexit 3\n")
+    program.chmod(0o755)
+    llama = LlamaPerplexity(program, tmp_path / "m.gguf", N_CONTEXT, N_CHUNKS, 1, None)
+    with pytest.raises(RuntimeError, match="llama-perplexity ended with code 3: out of memory"):
+        llama.logits(tmp_path / "text", [], tmp_path / "out.bin")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_numbers_of_a_pair() -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.cuda.aligned import aligned_bytes
 from tests.cuda.emulate import COMPILER, EmulatedLauncher
 
 Array = NDArray[Any]
@@ -29,9 +30,7 @@ class EmulatedDevice:
 
     def put(self, array: Array) -> int:
         """The copy is 128-byte aligned, as device memory is, and ends where its bytes end."""
-        memory = np.zeros(array.nbytes + 128, np.uint8)
-        start = -memory.ctypes.data % 128
-        copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        copy = aligned_bytes(array.nbytes, 128).view(array.dtype).reshape(array.shape)
         copy[...] = array
         self._arrays[copy.ctypes.data] = copy
         return copy.ctypes.data

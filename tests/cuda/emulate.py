@@ -7,6 +7,7 @@ pointers are addresses of numpy arrays.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import re
@@ -21,6 +22,7 @@ from worker.cuda.loader import SOURCES
 
 EMULATION = Path(__file__).resolve().parent / "emulation"
 COMPILER = shutil.which("g++")
+FLAGS_VARIABLE = "PLACEWRIGHT_EMULATION_FLAGS"  # more words for the compiler, such as a sanitizer's
 
 
 class EmulatedFunction:
@@ -83,7 +85,7 @@ def _three(extent: int | tuple[int, ...]) -> Any:
 
 def compiled(source: str, defines: Mapping[str, int | float | str]) -> Path:
     """The shared library of a variant, built once per content."""
-    text = (SOURCES / source).read_text()
+    text = (_merged_sources() / source).read_text()
     kernels = re.findall(r"^KERNEL\s+(?:__\w+__\(.*?\)\s*)*(\w+)\(", text, re.MULTILINE)
     entries = "".join(
         f'extern "C" void emulate_{name}(const unsigned* grid, const unsigned* block, size_t shared, void** args)'
@@ -91,14 +93,17 @@ def compiled(source: str, defines: Mapping[str, int | float | str]) -> Path:
         for name in kernels
     )
     flags = [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    flags += os.environ.get(FLAGS_VARIABLE, "").split()
     key = hashlib.sha256(repr((source, flags, entries, _sources_text())).encode()).hexdigest()[:24]
     path = cache_folder() / "emulated" / f"{Path(source).stem}-{key}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _build(f'#include "{source}"\n{entries}', flags, path)
+        # Not for the linker: AddressSanitizer does not watch what a linker may merge, such as arrays of templates.
+        _build(f'#include "common.cuh"\nnamespace {{\n#include "{source}"\n}}\n{entries}', flags, path)
     return path
 
 
+@functools.cache
 def _sources_text() -> str:
     files = [*sorted(SOURCES.glob("*.cu*")), *sorted(EMULATION.iterdir())]
     return "".join(file.read_text() for file in files if file.is_file())
@@ -119,7 +124,8 @@ def _build(text: str, flags: list[str], path: Path) -> None:
         "-ffp-contract=off",
     ]
     command += [*flags, f"-I{_merged_sources()}", "-", "-o", str(temporary)]
-    done = subprocess.run(command, input=text, text=True, capture_output=True, timeout=120)
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # not for g++
+    done = subprocess.run(command, input=text, text=True, capture_output=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     os.replace(temporary, path)
 

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.errors import EngineStartError
+from tests.cuda.aligned import aligned_bytes
+from worker.cuda.device import ALIGNMENT_BYTES
 from worker.cuda.upload import FeedPlan
 
 
@@ -60,7 +62,7 @@ class HostDevice:
         self._n_done = 0
 
     def used_bytes(self) -> int:
-        return sum(array.nbytes - 256 for array in self._allocations.values())
+        return sum(array.nbytes for array in self._allocations.values())
 
     def free_bytes(self) -> int:
         return self.total_bytes - self.used_bytes()
@@ -71,11 +73,11 @@ class HostDevice:
     def allocate(self, size_bytes: int) -> int:
         if size_bytes > self.free_bytes():
             raise EngineStartError(f"no room for {size_bytes} bytes")
-        array = np.full(size_bytes + 256, 0xFF, np.uint8)  # NaN: what was not written must not be read
-        address = -(-array.ctypes.data // 256) * 256
-        self._allocations[address] = array
+        array = aligned_bytes(size_bytes, ALIGNMENT_BYTES)
+        array[:] = 0xFF  # NaN: what was not written must not be read
+        self._allocations[array.ctypes.data] = array
         self.peak_bytes = max(self.peak_bytes, self.used_bytes())
-        return address
+        return array.ctypes.data
 
     def release(self, address: int) -> None:
         self.synchronize()

@@ -8,7 +8,6 @@ the device, and `predicted`. A process of its own, because contexts and kernels 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from plans.placement import GPU_ONLY, Placement
 from tests.cuda.executors import GREEDY
+from worker.cuda import nvml
 from worker.ops.batch import PAGE_TOKENS
 from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch
 from worker.runtime.gpu_executor import GpuExecutor
@@ -26,28 +26,22 @@ SAMPLED = Sampler(1.0, 40, 0.9, 0.0, 1.0, 0.0, 0.0, 1)
 _PERIOD_S = 0.001
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
 class Watch:
-    """Asks the driver once a millisecond how much of device 0 is taken. Raises OSError without its library."""
+    """Asks the driver once a millisecond how much of CUDA's device 0 is taken, by whomever."""
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL("libnvidia-ml.so.1")
-        self._library.nvmlInit_v2()
-        self._device = ctypes.c_void_p()
-        self._library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._device))
+        import cupy
+
+        self._bus_id: str = cupy.cuda.runtime.deviceGetPCIBusId(0)  # makes no context
         self.before = self.peak = self.used()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def used(self) -> int:
-        memory = _Memory()
-        status = self._library.nvmlDeviceGetMemoryInfo(self._device, ctypes.byref(memory))
-        assert status == 0, f"nvmlDeviceGetMemoryInfo: {status}"
-        return int(memory.used)
+        used_bytes = nvml.used_bytes(self._bus_id)
+        assert used_bytes is not None, "the driver's management library does not answer"
+        return used_bytes
 
     def _run(self) -> None:
         while not self._is_over.wait(_PERIOD_S):

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.cuda.host_device import HostDevice, copy, view
+from worker.cuda.device import Device
+from worker.cuda.kernel_set import KernelSet
 from worker.cuda.kv_cache import KvLayerArrays
 from worker.cuda.sampler import SAMPLED, SAMPLER
 from worker.cuda.sampling import SamplingBuffers
@@ -37,7 +39,7 @@ class _HostMatrix:
         return view(self.address, shape)
 
 
-class NumpyKernels:
+class NumpyKernels(KernelSet):
     """KernelSet on a HostDevice. `calls` lists (op, numbers of the shape) in order, for asserting on the lowering."""
 
     def __init__(self, device: HostDevice) -> None:
@@ -278,6 +280,9 @@ class NumpyKernels:
     def takes_network(self, rows: int, matrices: tuple[_HostMatrix, ...]) -> bool:
         return False
 
+    def network(self, *_: object) -> None:
+        raise AssertionError("no network is taken")
+
     def select(self, shape: StepShape, source: Rows, out: Rows) -> None:
         def work() -> None:
             rows = view(shape.inputs.output_rows, (shape.n_outputs,), np.int32)
@@ -310,6 +315,12 @@ class NumpyKernels:
     def _samplers(self, shape: StepShape) -> NDArray[Any]:
         size = shape.n_outputs * SAMPLER.itemsize
         return view(shape.inputs.samplers, (size,), np.uint8).view(SAMPLER)
+
+
+def numpy_kernels(device: Device) -> NumpyKernels:
+    """A kernel factory for `load_gpu`."""
+    assert isinstance(device, HostDevice)
+    return NumpyKernels(device)
 
 
 def _choose(

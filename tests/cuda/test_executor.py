@@ -23,7 +23,7 @@ from tests.cuda.executors import (
     synthetic_model,
 )
 from tests.cuda.host_device import HostDevice
-from tests.cuda.numpy_kernels import NumpyKernels
+from tests.cuda.numpy_kernels import NumpyKernels, numpy_kernels
 from worker.cpu.library import library_path
 from worker.model.describe import describe_file
 from worker.model.gguf import open_model
@@ -47,7 +47,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def on_host(path: Path, device: HostDevice | None = None, **changes: Any) -> GpuExecutor:
     stand_in = device or HostDevice()
     place = placement(**changes)
-    return load(path, place, make_device=lambda _: stand_in, make_kernels=NumpyKernels)
+    return load(path, place, make_device=lambda _: stand_in, make_kernels=numpy_kernels)
 
 
 def needs_cpu_kernels() -> None:
@@ -106,7 +106,7 @@ def test_warming_up_captures_decode_and_leaves_nothing_behind(tmp_path: Path) ->
         placement(max_sequences=2, ubatch_tokens=32),
         max_outputs=16,
         make_device=lambda _: device,
-        make_kernels=NumpyKernels,
+        make_kernels=numpy_kernels,
     )
     assert executor.counters.graphs_captured == 6  # one and two sequences greedy, one drawn; twice each
     before = executor.counters.graph_launches

@@ -13,7 +13,7 @@ from configs.errors import EngineError
 from tests.cuda.devices import why_no_gpu
 from tests.cuda.executors import load, placement, prompt, synthetic_model
 from tests.cuda.host_device import HostDevice, HostGraph, view
-from tests.cuda.numpy_kernels import NumpyKernels
+from tests.cuda.numpy_kernels import numpy_kernels
 from tests.cuda.run_ahead import (
     DRAWN,
     GREEDY,
@@ -41,7 +41,7 @@ def executor(
         loaded = load(path, PLACEMENT)
     else:
         device = HostDevice()
-        loaded = load(path, PLACEMENT, make_device=lambda _: device, make_kernels=NumpyKernels)
+        loaded = load(path, PLACEMENT, make_device=lambda _: device, make_kernels=numpy_kernels)
     yield loaded
     loaded.close()
 
@@ -112,7 +112,7 @@ def test_streams_cross_pages(executor: GpuExecutor) -> None:
 def test_a_launch_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also not the page that a step would have named to the device: prompts of 20 tokens reach a second one."""
     path, device = synthetic_model(tmp_path, "tiny-dense"), HostDevice()
-    executor = load(path, PLACEMENT, make_device=lambda _: device, make_kernels=NumpyKernels)
+    executor = load(path, PLACEMENT, make_device=lambda _: device, make_kernels=numpy_kernels)
     requests = [request("a", DRAWN, n_prompt=20, max_tokens=30)]
     expected = events_of(OneByOne(executor), requests)
     events_of(OneByOne(executor), [*requests, request("b", DRAWN, n_prompt=20)])  # has other second pages

@@ -9,12 +9,7 @@ from planner import statistics
 
 def test_medians_and_means_of_nothing_are_unknown() -> None:
     assert statistics.median([]) is None
-    assert statistics.geometric_mean([]) is None
     assert statistics.spread([1.0, 2.0, 3.0]) is None
-
-
-def test_geometric_mean() -> None:
-    assert statistics.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
 
 
 def test_one_pair_has_a_ratio_and_no_interval() -> None:

@@ -88,3 +88,16 @@ def test_rates_count_the_time_that_all_streams_share(client: ModuleType) -> None
     after = client.Stream(11, 0.0, tuple(3.0 + 0.1 * i for i in range(11)), None)
     with pytest.raises(ValueError, match="never ran at the same time"):
         client.rates_of([early, after])
+
+
+def test_answers_that_never_overlap_warm_up_but_are_no_rate(
+    client: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def complete(url: str, prompt_ids: list[int], n_tokens: int) -> object:
+        begin_s = float(prompt_ids[0])
+        return client.Stream(n_tokens, 0.0, (begin_s, begin_s + 0.5), None)
+
+    monkeypatch.setattr(client, "complete", complete)
+    assert len(client.ask_all("http://nowhere", [[0], [1]], 2)) == 2
+    with pytest.raises(ValueError, match="2 streams of 2 tokens never ran at the same time"):
+        client.measure("http://nowhere", [[0], [1]], 2)

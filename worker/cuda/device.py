@@ -51,7 +51,7 @@ class Device(Protocol):
     def free_bytes(self) -> int: ...
 
     def own_bytes(self) -> int | None:
-        """What this process takes of the device by now, all in all; None where it is not known."""
+        """What this process takes of the device by now, context and all; None where it is not known."""
         ...
 
     def allocate(self, size_bytes: int) -> int:
@@ -132,7 +132,7 @@ class CudaDevice:
         if ordinal >= count:
             raise EngineStartError(f"the plan uses gpu{ordinal}, this machine has {count} CUDA devices")
         self._bus_id: str = self._runtime.deviceGetPCIBusId(ordinal)
-        self._before_bytes = nvml.used_bytes(self._bus_id)
+        own_before, all_before = self.own_bytes() or 0, nvml.used_bytes(self._bus_id)
         self._device = cupy.cuda.Device(ordinal)
         self._device.use()
         properties = self._runtime.getDeviceProperties(ordinal)
@@ -144,7 +144,7 @@ class CudaDevice:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self.stream: int = self._stream.ptr
         self._make_feed = make_feed
-        self.context_bytes = self.own_bytes()
+        self.context_bytes = self._taken_since(own_before, all_before)
 
     def bind(self) -> None:
         self._device.use()
@@ -153,12 +153,14 @@ class CudaDevice:
         return int(self._runtime.memGetInfo()[0])
 
     def own_bytes(self) -> int | None:
-        """What is taken now above what was taken before this object; None where it is not known. Other processes that
-        took or gave back memory meanwhile are counted too."""
-        now_bytes = nvml.used_bytes(self._bus_id)
-        if now_bytes is None or self._before_bytes is None:
-            return None
-        return max(0, now_bytes - self._before_bytes)
+        return nvml.process_bytes(self._bus_id)
+
+    def _taken_since(self, own_before: int, all_before: int | None) -> int | None:
+        """Bytes that this process took since; where the driver does not count by process, those that all took."""
+        if (own_now := self.own_bytes()) is not None:
+            return max(0, own_now - own_before)
+        all_now = nvml.used_bytes(self._bus_id)
+        return None if all_now is None or all_before is None else max(0, all_now - all_before)
 
     def allocate(self, size_bytes: int) -> int:
         try:

@@ -1,7 +1,8 @@
 """The calls that lowering makes, one per kind of op: the seam between the op list and the CUDA kernels.
 
 `cuda_kernels.py` has the real ones. Tests put numpy behind the same seam, so lowering, graphs and the executor are
-checked against the reference without a GPU. Every call queues work on the device's compute stream and returns.
+checked against the reference without a GPU. Both derive from KernelSet, so that mypy compares their signatures with
+those here. Every call queues work on the device's compute stream and returns.
 """
 
 from __future__ import annotations

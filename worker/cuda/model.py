@@ -156,12 +156,12 @@ class DeviceModel:
             yield address
 
     def log_memory(self) -> None:
-        """Compare what was predicted with what is taken now, after all kernels are there."""
+        """Compare what was predicted with what is taken now, after all kernels are there; where that is known."""
         own_bytes = self.device.own_bytes()
         if own_bytes is None:
             return
         level = logging.WARNING if own_bytes > self.need.total else logging.INFO
-        words = "gpu%d (%s): predicted %.0f MiB, %.0f MiB are in use by now (with what others took since the start)"
+        words = "gpu%d (%s): predicted %.0f MiB, this process takes %.0f MiB"
         sizes = (self.need.total / MIB, own_bytes / MIB)
         logger.log(level, words, self.device.ordinal, self.device.name, *sizes)
 

@@ -54,7 +54,7 @@ class NativeExecutor:
         max_pages = -(-placement.context_length_tokens // PAGE_TOKENS) + 1
         max_sequences = max(placement.max_sequences, 1) + 1  # one more for a score request
         self._arrays = StepArrays(step.max_tokens, max_sequences, step.max_outputs, max_pages)
-        self._slots = [_SamplerSlot(self._arrays.samplers[i]) for i in range(step.max_outputs)]
+        self._slots = [_SamplerSlot(self._arrays, i) for i in range(step.max_outputs)]
         self._sampled = list(self._arrays.sampled)
         self._drawn = np.frombuffer(memoryview(self._arrays.sampled), np.int32)[
             :: sizeof(SampledStruct) // 4
@@ -182,16 +182,14 @@ class NativeExecutor:
 
 
 class _SamplerSlot:
-    """One sampler struct of the batch; rewritten only as far as the output differs from the last one."""
+    """The sampler of one output; rewritten only as far as the output differs from the last one."""
 
-    __slots__ = ("_bias_ids", "_bias_values", "_draws", "_history", "_sampler", "_struct")
+    __slots__ = ("_arrays", "_draws", "_output", "_sampler", "_struct")
 
-    def __init__(self, struct: SamplerStruct) -> None:
-        self._struct = struct
+    def __init__(self, arrays: StepArrays, output: int) -> None:
+        self._arrays, self._output = arrays, output
+        self._struct: SamplerStruct = arrays.samplers[output]
         self._sampler: Sampler | None = None
-        self._bias_ids = np.zeros(1, np.int32)
-        self._bias_values = np.full(1, FORCED_BIAS, np.float32)
-        self._history = np.zeros(0, np.int32)
         self._draws = False  # chance has a part in it
 
     def set(self, output: Output) -> None:
@@ -202,10 +200,8 @@ class _SamplerSlot:
             self._configure(output.sampler)
         if self._draws:
             self._struct.draw = output.draw
-        if len(output.history) or len(self._history):
-            self._history = np.asarray(output.history, np.int32)
-            self._struct.history = self._history.ctypes.data
-            self._struct.n_history = len(self._history)
+        if len(output.history) or self._struct.n_history:
+            self._arrays.set_history(self._output, np.asarray(output.history, np.int32))
 
     def _configure(self, sampler: Sampler) -> None:
         struct, self._sampler = self._struct, sampler
@@ -223,15 +219,10 @@ class _SamplerSlot:
         greedy = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), (), output.top)
         self._configure(greedy)
         self._set_bias((output.target,), (float(FORCED_BIAS),))
-        self._struct.n_history, self._history = 0, self._history[:0]
+        self._struct.n_history = 0
 
     def _set_bias(self, ids: tuple[int, ...], values: tuple[float, ...]) -> None:
-        struct = self._struct
-        self._bias_ids = np.asarray(ids, np.int32)
-        self._bias_values = np.asarray(values, np.float32)
-        struct.bias_ids = self._bias_ids.ctypes.data
-        struct.bias_values = self._bias_values.ctypes.data
-        struct.n_bias = len(ids)
+        self._arrays.set_bias(self._output, np.asarray(ids, np.int32), np.asarray(values, np.float32))
 
 
 def _with_logprobs(sampled: SampledStruct) -> SampledToken:

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -110,9 +111,15 @@ inline void run_block() {
     if (!fibers[i].done) std::fprintf(stderr, "emulated kernel: threads wait for each other for ever\n"), std::abort();
 }
 
+// Ends with its last byte, so that AddressSanitizer sees what goes over it.
+constexpr std::align_val_t SHARED_ALIGNMENT{128};
+struct DeleteShared {
+  void operator()(unsigned char* memory) const { ::operator delete(memory, SHARED_ALIGNMENT); }
+};
+
 inline void run_grid(Extent grid, Extent block, size_t shared_bytes, std::function<void()> kernel) {
-  std::vector<unsigned char> memory(shared_bytes + 128);
-  emulated_shared = (unsigned char*)(((uintptr_t)memory.data() + 127) & ~(uintptr_t)127);
+  std::unique_ptr<unsigned char, DeleteShared> memory((unsigned char*)::operator new(shared_bytes, SHARED_ALIGNMENT));
+  emulated_shared = memory.get();
   gridDim = grid, blockDim = block, body = std::move(kernel);
   for (unsigned z = 0; z < grid.z; z++)
     for (unsigned y = 0; y < grid.y; y++)
