@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 200.0  # the longest takes 80 s beside the other eleven, more where tests run meanwhile too
+LIMIT_S = 200.0  # the longest takes 80 s beside the others, more where tests run meanwhile too
 ERROR_CODE = 86
 Row = tuple[str, str]
 
-MATMUL, EXECUTOR = "test_matmul_gpu.py", "test_executor_gpu.py"
+MATMUL, FEW_MOE, EXECUTOR = "test_matmul_gpu.py", "test_few_moe_gpu.py", "test_executor_gpu.py"
 SMALL_MATMUL = (
     "(test_matrix_vector and 37-544 and (Q4_K or Q6_K or Q5_0 or F16)) or (test_norm_in_the_kernel and True-Q4_K)"
     " or (test_tensor_cores and 37-256 and (Q4_K or Q6_K or F16)) or test_parts_of_different_types"
@@ -57,12 +57,14 @@ class Run(NamedTuple):
 RUNS = (
     Run("memcheck", "matmul", MATMUL, ALL_MATMUL),
     Run("memcheck", "moe", MATMUL, ALL_MOE),
+    Run("memcheck", "moe, few tokens", FEW_MOE, "not test_experts or (16 and Q6_K)"),
     Run("memcheck", "ops", "test_ops_gpu.py"),
     Run("memcheck", "attention", "test_attention_gpu.py"),
     Run("memcheck", "sampler", "test_sampler_gpu.py"),
     Run("memcheck", "executor", EXECUTOR, STEPS),
     Run("racecheck", "matmul", MATMUL, SMALL_MATMUL),
     Run("racecheck", "moe", MATMUL, SMALL_MOE),
+    Run("racecheck", "moe, few tokens", FEW_MOE, "(test_many_experts and not 31) or test_norm or test_choice"),
     Run("racecheck", "ops, router", "test_ops_gpu.py"),
     Run("racecheck", "attention", "test_attention_gpu.py"),
     Run("racecheck", "sampler", "test_sampler_gpu.py", "not 20011 and not 9001"),

@@ -16,7 +16,6 @@ from tests.cuda.matmul_checks import (
 )
 from worker.cuda.few import FEW_TOKENS, multiply_few
 from worker.cuda.linear import (
-    VECTOR_TOKENS,
     dense_network,
     linear,
     linear_workspace_bytes,
@@ -131,8 +130,10 @@ def check_grouped(
     n_tokens: int,
     shape: tuple[int, int, int, int],
     activation: int = 0,
+    hidden_group: int = 16,
 ) -> None:
-    """gate, up and down types; shape = n_embd, n_ff, experts, used; one expert gets most of the tokens."""
+    """gate, up and down types; shape = n_embd, n_ff, experts, used; one expert gets most of the tokens. `hidden_group`:
+    hidden values that share a scale, where there are few tokens."""
     n_embd, n_ff, n_experts, n_used = shape
     rng = np.random.default_rng(n_embd + n_tokens)
     made = [
@@ -162,7 +163,7 @@ def check_grouped(
         if len(tokens):
             h = activate((inputs[tokens] @ gate[expert].T).astype(np.float32), activation)
             h = h * (inputs[tokens] @ up[expert].T)
-            codes = quantised_like_kernel(h, 16 if n_tokens <= VECTOR_TOKENS else 32) if has_codes else h
+            codes = quantised_like_kernel(h, hidden_group) if has_codes else h
             np.add.at(expected, tokens, weights[tokens, slots][:, None] * (codes @ down[expert].T))
             np.add.at(unquantised, tokens, weights[tokens, slots][:, None] * (h @ down[expert].T))
     assert_near_codes(device.get(output), expected, unquantised, f"{names} T={n_tokens} {shape}")

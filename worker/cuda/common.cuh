@@ -150,23 +150,28 @@ INLINE int warp_max(int value) {
   return value;
 #endif
 }
-// Sums of N values over a warp, N a power of two: lane i gets the sum of values[i / (32 / N)]. `values` is used up.
+// Sums of N values over a warp, N a power of two: lane i gets the sum of values[i / (32 / N)]. `values` is used up. By
+// recursion: of long loops over halves the compiler makes local memory.
+template <int HALF, int STEP, int N>
+INLINE float warp_sums_of(float (&values)[N]) {
+  if constexpr (HALF > 0) {
+    const bool upper = lane_id() & STEP;
+#pragma unroll
+    for (int i = 0; i < HALF; i++) {
+      const float given = upper ? values[i] : values[HALF + i], kept = upper ? values[HALF + i] : values[i];
+      values[i] = kept + __shfl_xor_sync(FULL_WARP, given, STEP);
+    }
+    return warp_sums_of<HALF / 2, STEP / 2>(values);
+  } else {
+    float sum = values[0];
+#pragma unroll
+    for (int step = STEP; step; step >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, step);
+    return sum;
+  }
+}
 template <int N>
 INLINE float warp_sums(float (&values)[N]) {
-  int step = 16;
-#pragma unroll
-  for (int half = N / 2; half; half >>= 1, step >>= 1) {
-    const bool upper = lane_id() & step;
-#pragma unroll
-    for (int i = 0; i < half; i++) {
-      const float given = upper ? values[i] : values[half + i], kept = upper ? values[half + i] : values[i];
-      values[i] = kept + __shfl_xor_sync(FULL_WARP, given, step);
-    }
-  }
-  float sum = values[0];
-#pragma unroll
-  for (; step; step >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, step);
-  return sum;
+  return warp_sums_of<N / 2, 16>(values);
 }
 // Sum over the block, in every thread; `scratch` f32[32] may be reused after the next barrier.
 template <int THREADS>

@@ -22,7 +22,7 @@ from worker.cuda.matmul_moe import RouterRule
 from worker.cuda.memory import aligned
 from worker.cuda.ops import FileRows, Outputs
 from worker.cuda.prefill import Blas
-from worker.cuda.products import Products
+from worker.cuda.products import Products, reads_before_norm
 from worker.cuda.repack import repack
 from worker.cuda.router import Router
 from worker.cuda.router_fold import FoldedRouter
@@ -141,7 +141,7 @@ class CudaKernels(KernelSet):
     def rms_norm(
         self, rows: int, source: Rows, weight: int, out: Rows, eps: float, add: bool, shape: StepShape
     ) -> None:
-        if out.norm and rows == 1:
+        if out.norm and reads_before_norm(out.norm, rows):
             return
         forms = Outputs(values=out.values) if add else self._forms(rows, out)
         ops.rms_norm(
@@ -284,9 +284,9 @@ class CudaKernels(KernelSet):
         ints: tuple[int, ...],
         scale: float,
     ) -> None:
-        n_experts, n_used, gating, normalize = ints
-        if source.norm and shape.n_tokens == 1:
-            self._rule = self._products.router_logits(source, matrix, bias, gating, bool(normalize), scale)
+        rows, (n_experts, n_used, gating, normalize) = shape.n_tokens, ints
+        if source.norm and reads_before_norm(source.norm, rows):
+            self._rule = self._products.router_logits(rows, source, matrix, bias, gating, normalize, scale)
             return
         settings = Router(
             matrix.pointer,
@@ -321,10 +321,11 @@ class CudaKernels(KernelSet):
         activation: int,
         accumulate: bool,
     ) -> None:
-        if source.norm and shape.n_tokens == 1:
-            self._products.moe_of_one(source, self._rule, ids.width, stacks, out, activation, accumulate)
+        rows, rest = shape.n_tokens, (ids, weights, stacks, out, activation, accumulate)
+        if source.norm and reads_before_norm(source.norm, rows):
+            self._products.routed_moe(rows, source, self._rule, *rest)
             return
-        self._products.moe(shape.n_tokens, source, ids, weights, stacks, out, activation, accumulate)
+        self._products.moe(rows, source, *rest)
 
     def takes_network(self, rows: int, matrices: tuple[GpuMatrix, GpuMatrix, GpuMatrix]) -> bool:
         return self._products.takes_network(rows, matrices)

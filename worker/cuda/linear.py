@@ -3,12 +3,12 @@
     linear(launcher, parts, source, n_tokens, ...)  y_j (+)= W_j x for up to three matrices of one input
     moe(launcher, experts, choice, source, ...)     y (+)= the mixture of experts, or, for few tokens, a dense network
 
-Up to VECTOR_TOKENS tokens run on matrix-vector kernels, up to FEW_TOKENS on tensor cores as fast as weights arrive,
-both with 8-bit activations: `source.codes`, or made of `source.values` (f32) where there are none. More tokens are
-multiplied as halves (`source.halves`, or made of the values): in the kernel up to CUBLAS_TOKENS, from there on dense
-matrices by cuBLAS. Float weights always want values or halves. Above VECTOR_TOKENS products need `workspace`: a
-256-byte aligned address with `linear_workspace_bytes` or `moe_workspace_bytes` of memory, which nothing else uses while
-they run.
+Up to VECTOR_TOKENS tokens run on matrix-vector kernels, up to FEW_TOKENS on tensor cores as fast as weights arrive, a
+mixture on vector kernels of its own, all with 8-bit activations: `source.codes`, or made of `source.values` (f32) where
+there are none. More tokens are multiplied as halves (`source.halves`, or made of the values): in the kernel up to
+CUBLAS_TOKENS, from there on dense matrices by cuBLAS. Float weights always want values or halves. Above VECTOR_TOKENS
+products need `workspace`: a 256-byte aligned address with `linear_workspace_bytes` or `moe_workspace_bytes` of memory,
+which nothing else uses while they run.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from worker.cuda.matmul import (
     quantise,
     rows_from,
 )
+from worker.cuda.matmul_few_moe import moe_few_vectors, takes_few
 from worker.cuda.matmul_moe import DENSE, Chosen, Experts, RouterRule, hidden_bytes, moe_decode
 from worker.cuda.memory import aligned
 from worker.cuda.prefill import (
@@ -43,8 +44,10 @@ from worker.cuda.prefill import (
     to_halves,
 )
 
-# Up to here matrix-vector kernels are faster. A dense network is better off on tensor cores from the second token on.
-VECTOR_TOKENS = 4
+# Up to here vector arithmetic is faster than tensor cores, for a dense network as three products.
+VECTOR_TOKENS = NETWORK_VECTOR_TOKENS = 4
+# So many tokens, too, for matrices that are in flight at once.
+WIDE_VECTORS, WIDE_MOST_WEIGHTS = (8, 16), 12 << 20
 
 
 def needs_codes(n_tokens: int) -> bool:
@@ -77,7 +80,7 @@ def linear(
     """Enqueue output_j f32 [n_tokens, stride] (+)= W_j x. `norm` (weights and epsilon, applied to source.values in
     the kernel) is for at most VECTOR_TOKENS tokens."""
     tensor_cores = all(can_use_tensor_cores(part.matrix) for part in parts)
-    if n_tokens <= VECTOR_TOKENS or not tensor_cores:
+    if _takes_vectors(parts, n_tokens) or not tensor_cores:
         _gemv_pieces(launcher, parts, source, n_tokens, norm, epilogue, pdl)
         return
     assert norm is None and workspace
@@ -92,6 +95,15 @@ def linear(
             multiply_with_blas(launcher, blas, part, halves, n_tokens, epilogue, scratch)
         else:
             multiply_in_kernel(launcher, part, halves, n_tokens, epilogue)
+
+
+def _takes_vectors(parts: Sequence[Part], n_tokens: int) -> bool:
+    """Above VECTOR_TOKENS only numbers of tokens that are decoded all the time: each wants kernels of its own."""
+    if n_tokens <= VECTOR_TOKENS:
+        return True
+    if n_tokens not in WIDE_VECTORS or any(is_float(part.matrix.type_id) for part in parts):
+        return False
+    return parts[0].matrix.cols * sum(part.matrix.rows for part in parts) <= WIDE_MOST_WEIGHTS
 
 
 def _linear_few(
@@ -182,7 +194,7 @@ def _is_for_vectors(experts: Experts, n_tokens: int) -> bool:
 
 def moe_workspace_bytes(experts: Experts, n_tokens: int) -> int:
     """Scratch of `moe`."""
-    if _is_for_vectors(experts, n_tokens):
+    if n_tokens == 1 and _is_for_vectors(experts, n_tokens):
         return aligned(hidden_bytes(experts, n_tokens))
     if n_tokens <= FEW_TOKENS:
         return max(few_scratch(experts, n_tokens)[-1], grouped_workspace(experts, n_tokens).total_bytes)
@@ -194,7 +206,7 @@ def few_scratch(experts: Experts, n_tokens: int) -> tuple[int, int, int, int]:
     tokens, and its size."""
     slots = n_tokens * experts.n_used
     between = aligned(5 * n_tokens * experts.gate.cols // 4)
-    rows = between + aligned(5 * slots * experts.gate.rows // 4)
+    rows = between + aligned(max(5 * slots * experts.gate.rows // 4, hidden_bytes(experts, n_tokens)))
     return 0, between, rows, rows + aligned(4 * slots * experts.down.rows)
 
 
@@ -211,8 +223,12 @@ def moe(
     norm: Norm | None = None,
     pdl: bool = True,
 ) -> None:
-    """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source`. `choice` may be a RouterRule, and `norm` be
-    given, for one token and quantised experts only."""
+    """Enqueue output f32 [n_tokens, n_embd] (+)= the mixture of `source`. `choice` may be a RouterRule for quantised
+    experts that `takes_few` accepts or for one token, for which there may be a `norm`, too."""
+    if takes_few(launcher, experts, n_tokens):
+        assert norm is None
+        _moe_vectors(launcher, experts, choice, source, n_tokens, output, workspace, accumulate, pdl)
+        return
     if _is_for_vectors(experts, n_tokens):
         moe_decode(
             launcher,
@@ -249,11 +265,30 @@ def moe(
     moe_grouped(launcher, experts, choice, source, n_tokens, output, scratch, accumulate=accumulate)
 
 
+def _moe_vectors(
+    launcher: Launcher,
+    experts: Experts,
+    choice: Chosen | RouterRule,
+    source: Activations,
+    n_tokens: int,
+    output: int,
+    workspace: int,
+    accumulate: bool,
+    pdl: bool,
+) -> None:
+    first, between, *_ = few_scratch(experts, n_tokens)
+    codes = _codes(launcher, source, n_tokens, experts.gate.cols, workspace + first, pdl)
+    hidden = workspace + between
+    moe_few_vectors(
+        launcher, experts, choice, codes, n_tokens, hidden, output, accumulate=accumulate, pdl=pdl
+    )
+
+
 def takes_network(launcher: Launcher, network: Experts, n_tokens: int) -> bool:
     """Whether `dense_network` can do a network (one expert) for so many tokens."""
     if n_tokens <= 1:
         return n_tokens == 1
-    if n_tokens > FEW_TOKENS:
+    if not NETWORK_VECTOR_TOKENS < n_tokens <= FEW_TOKENS:
         return False
     gated = few_cut(launcher, [network.gate, network.up], n_tokens, 1, is_gated=True)
     return gated is not None and few_cut(launcher, [network.down], n_tokens, 1, is_gated=False) is not None

@@ -127,7 +127,11 @@ class Lowering:
 
     def _norm_at(self, at: int) -> FoldedNorm:
         op = self.oplist.ops[at]
-        return FoldedNorm(self.buffers[op.inputs[0]].values, self.vector(op.weights[0]), op.floats[0])
+        source, weights = self.buffers[op.inputs[0]].values, self.vector(op.weights[0])
+        reader = min(index for index, norm in self._folded.items() if norm == at)
+        if self.oplist.ops[reader].kind == OpKind.ROUTER:
+            return FoldedNorm(source, weights, op.floats[0], "router")
+        return FoldedNorm(source, weights, op.floats[0], "network" if self.network_at(reader) else "matrices")
 
     def _fold_router(self, product: int, router: int) -> Any:
         (matrix,), (rows,) = (self.matrices(self.oplist.ops[at]) for at in (product, router))

@@ -18,7 +18,7 @@ from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix, is_float, planar_row_bytes
 from worker.cuda.router_fold import ROUTER_WARPS, RouterCall, _FoldedStruct, folded_struct
 
-GEMV_TOKENS = 8
+GEMV_TOKENS = 16
 _QUANTISED, _PLAIN, _NORMED = 0, 1, 2  # PROLOGUE of the kernels
 _MAX_WARPS = 16
 _LONG_ROW_BYTES = 2048  # beyond, a warp has enough to do with a row that more of them pay
@@ -239,6 +239,8 @@ def _gemv_group(
 
 def _rows_at_once(launcher: Launcher, n_rows: int, n_tokens: int) -> int:
     """Several tokens share what a row's unpacking costs; long matrices want longer copies."""
+    if n_tokens > 16:
+        return 1
     return 2 if n_tokens > 1 or n_rows > launcher.sm_count * _MAX_WARPS * 4 else 1
 
 

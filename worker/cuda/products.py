@@ -6,19 +6,23 @@ from collections.abc import Iterator
 
 from worker.cuda import linear
 from worker.cuda.driver import Launcher
+from worker.cuda.few import FEW_TOKENS
 from worker.cuda.formats import GpuMatrix
 from worker.cuda.fusion import folded_routers
 from worker.cuda.matmul import Activations, Epilogue, Norm, Part, gemv
+from worker.cuda.matmul_few_moe import norm_and_route, takes_few
 from worker.cuda.matmul_moe import Chosen, Experts, RouterRule, router_logits
 from worker.cuda.memory import aligned
 from worker.cuda.prefill import Blas, matrix_halves_bytes
+from worker.cuda.router import choose_experts
 from worker.cuda.router_fold import FoldedRouter, RouterCall, can_fold, fold_router, folded_bytes
-from worker.cuda.values import Rows
+from worker.cuda.values import FoldedNorm, Rows
 from worker.model.types import BY_NAME
 from worker.ops.oplist import OpKind, OpList
 
 # A matrix that would take more than this as f16 (a head) is multiplied with its weights unpacked in the kernel instead.
 MOST_HALVES_BYTES = 256 << 20
+NORMED_TOKENS = 2  # up to here a norm is cheaper inside of the matrices that read it
 
 
 def matrix_shape(oplist: OpList, index: int) -> GpuMatrix:
@@ -51,7 +55,7 @@ class Products:
         added = max(
             (oplist.buffers[op.outputs[0]].width for op in oplist.ops if op.kind == OpKind.MOE), default=0
         )
-        self._logits_bytes, self._row_bytes = aligned(4 * routed), aligned(4 * added)
+        self._logits_bytes, self._row_bytes = aligned(4 * FEW_TOKENS * routed), aligned(4 * added)
         self._folded_bytes = sum(self._folded_sizes(oplist))
         own = self._logits_bytes + self._row_bytes + self._folded_bytes
         return own + max((self._shape_bytes(*shape) for shape in shapes), default=0)
@@ -176,35 +180,64 @@ class Products:
         )
 
     def router_logits(
-        self, source: Rows, matrix: GpuMatrix, bias: int, gating: int, normalize: bool, scale: float
-    ) -> RouterRule:
-        """For one token, whose norm is folded: the logits, and how the mixture will choose from them."""
-        norm = _norm(source, 1)
-        assert norm and source.norm
-        router_logits(self._launcher, matrix, source.norm.values, norm, self._logits, self._pdl)
-        return RouterRule(self._logits, bias, gating == 1, normalize, scale)
-
-    def moe_of_one(
         self,
+        rows: int,
+        source: Rows,
+        matrix: GpuMatrix,
+        bias: int,
+        gating: int,
+        normalize: int,
+        scale: float,
+    ) -> RouterRule:
+        """For few tokens, whose norm is folded: the logits, and how the mixture will choose from them. More than one
+        token's rows get their codes, too."""
+        assert source.norm
+        norm, values = Norm(source.norm.weights, source.norm.epsilon), source.norm.values
+        if rows == 1:
+            router_logits(self._launcher, matrix, values, norm, self._logits, self._pdl)
+        else:
+            codes = Activations(0, source.codes, source.scales, source.sums)
+            norm_and_route(self._launcher, matrix, values, norm, rows, self._logits, codes, self._pdl)
+        return RouterRule(self._logits, bias, gating == 1, bool(normalize), scale)
+
+    def routed_moe(
+        self,
+        rows: int,
         source: Rows,
         rule: RouterRule,
-        n_used: int,
+        ids: Rows,
+        weights: Rows,
         stacks: tuple[GpuMatrix, GpuMatrix, GpuMatrix],
         out: Rows,
         activation: int,
         accumulate: bool,
     ) -> None:
-        """For one token: norm and choice happen in the kernels."""
+        """For few tokens behind `router_logits` or `routed_linear`: the choice happens in the kernels, and for one
+        token the norm. `ids` and `weights` are for kernels that can not choose."""
+        experts = Experts(*stacks, ids.width, activation)
+        choice: RouterRule | Chosen = rule
+        if rows > 1 and not takes_few(self._launcher, experts, rows):
+            choose_experts(
+                self._launcher,
+                rule,
+                experts.gate.experts,
+                ids.width,
+                rows,
+                ids.values,
+                weights.values,
+                self._pdl,
+            )
+            choice = Chosen(ids.values, weights.values)
         linear.moe(
             self._launcher,
-            Experts(*stacks, n_used, activation),
-            rule,
-            Activations(rule.residual) if rule.residual else _activations(source, 1),
-            1,
+            experts,
+            choice,
+            Activations(rule.residual) if rule.residual else _activations(source, rows),
+            rows,
             out.values,
             self._scratch,
             accumulate=accumulate,
-            norm=_norm(source, 1),
+            norm=_norm(source, rows),
             pdl=self._pdl,
         )
 
@@ -236,13 +269,25 @@ class Products:
         )
 
 
+def reads_before_norm(norm: FoldedNorm, rows: int) -> bool:
+    """Whether the readers of a folded norm apply it themselves in a step of so many rows: matrices while they are
+    vectors' kernels, and a router for itself and its mixture."""
+    most = {"router": FEW_TOKENS, "network": 1, "matrices": NORMED_TOKENS}
+    return rows <= most[norm.reader]
+
+
 def _norm(source: Rows, rows: int) -> Norm | None:
-    return Norm(source.norm.weights, source.norm.epsilon) if source.norm and rows == 1 else None
+    """The norm that the matrices of `source` have to apply."""
+    if source.norm is None or not reads_before_norm(source.norm, rows):
+        return None
+    if source.norm.reader == "router" and rows > 1:
+        return None  # the router has done it
+    return Norm(source.norm.weights, source.norm.epsilon)
 
 
 def _activations(source: Rows, rows: int) -> Activations:
     """In the forms that the buffer has in a step of so many rows."""
-    if source.norm and rows == 1:
+    if source.norm and _norm(source, rows):
         return Activations(source.norm.values)
     if not source.codes:
         return Activations(source.values)

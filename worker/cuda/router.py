@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from configs.errors import EngineError
 from worker.cuda.driver import Launcher
+from worker.cuda.matmul_moe import RouterRule
 
 MAX_EXPERTS = 1024
 MAX_USED = 64
@@ -87,3 +88,28 @@ def route(
     launcher.launch(function, grid, 256, 0, args, pdl)
     function = launcher.function(_SOURCE, "choose_experts", defines)
     launcher.launch(function, n_tokens, 32 * _CHOOSE_WARPS, 0, (logits, *gate), pdl)
+
+
+def choose_experts(
+    launcher: Launcher,
+    rule: RouterRule,
+    n_experts: int,
+    n_used: int,
+    n_tokens: int,
+    ids: int,
+    weights: int,
+    pdl: bool = False,
+) -> None:
+    """The same from logits f32 [n_tokens, n_experts] that are there."""
+    function = launcher.function(_SOURCE, "choose_experts", {"MATRIX_F16": 0})
+    gate = (
+        rule.bias,
+        c_int(n_experts),
+        c_int(n_used),
+        c_int(rule.is_sigmoid),
+        c_int(rule.normalize),
+        c_float(rule.weights_scale),
+        ids,
+        weights,
+    )
+    launcher.launch(function, n_tokens, 32 * _CHOOSE_WARPS, 0, (rule.logits, *gate), pdl)

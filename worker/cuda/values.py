@@ -10,11 +10,13 @@ Sampling = Literal["none", "greedy", "full"]
 
 @dataclass(frozen=True, slots=True)
 class FoldedNorm:
-    """A norm that readers of its output may apply themselves: its input f32 [rows, width], its weights [width]."""
+    """A norm that readers of its output may apply themselves: its input f32 [rows, width], its weights [width].
+    `reader`: what they are; a router stands for a mixture, too, and a network has matrices that want codes."""
 
     values: int
     weights: int
     epsilon: float
+    reader: Literal["router", "network", "matrices"] = "matrices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class Rows:
     Buffers that matrices multiply also have room for their rows as int8 `codes` [rows, width] with f32 `scales` and
     `sums` [rows, width / 32], which matrices read in steps of few rows, and as f16 `halves` (the same memory), which
     they read in all others; 0 is none. `values_are_read`: something reads the f32 even then. `norm`: the norm that
-    writes these rows, where in a step of one row all readers can do without it.
+    writes these rows, where in a step of few rows all readers can do without it.
     """
 
     values: int

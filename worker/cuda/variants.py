@@ -33,6 +33,7 @@ def _gemv_variants() -> Iterator[Variant]:
         yield "gemv.cu", {**shape, "TYPE_0": kind, "N_PARTS": 1, "TOKENS": 1, "PROLOGUE": 2}
     mixed = {"TYPE_0": 12, "TYPE_1": 12, "TYPE_2": 14, "N_PARTS": 3}
     yield "gemv.cu", {**shape, **mixed, "TOKENS": 8, "ROWS": 2, "PROLOGUE": 0, "HAS_SCALE": 1}
+    yield "gemv.cu", {**shape, **mixed, "TOKENS": 16, "ROWS": 2, "PROLOGUE": 0}
     yield "gemv.cu", {**shape, **mixed, "TOKENS": 1, "PROLOGUE": 1}
     routed = {"TYPE_0": 12, "N_PARTS": 1, "TOKENS": 1, "PROLOGUE": 0, "ROUTER_ROWS": 2, "ROUTER_COLS": 512}
     yield "gemv.cu", {**shape, **routed}
@@ -64,6 +65,46 @@ def _moe_variants() -> Iterator[Variant]:
         gated = {"TYPE_1": 12, "PROLOGUE": prologue, "ROUNDS": 3}
         yield "moe_gate_up.cu", {**shape, **common, **gated}
         yield "moe_down.cu", {**shape, **common, "TYPE_0": 14}
+
+
+def _few_moe_variants() -> Iterator[Variant]:
+    shape = {"N_EXPERTS": 40, "N_USED": 4, "WARPS": 4, "STAGES": 2, "TOKENS": 4, "ACTIVATION": 0, "CHOOSE": 1}
+    softmax = {"SIGMOID": 0, "BIASED": 0, "NORMALISED": 1}
+    biased = {"SIGMOID": 1, "BIASED": 1, "NORMALISED": 0, "ACTIVATION": 1}
+    for kind in _QUANTISED:
+        common = {**shape, **(biased if kind == 8 else softmax), "TYPE_0": kind}
+        gated = {
+            "COLS": 512,
+            "MATRIX_ROWS": 96,
+            "TYPE_1": kind,
+            "ROWS": 4,
+            "STAGE_ROWS": 2,
+            "STAGES": 3,
+            "TOGETHER": 2,
+            "SHARING": 2,
+        }
+        yield "few_gate_up.cu", {**common, **gated}
+        down = {"COLS": 256, "MATRIX_ROWS": 500, "ROWS": 2}
+        yield "few_down.cu", {**common, **down}
+    given: dict[str, int | float | str] = {
+        **shape,
+        "CHOOSE": 0,
+        "COLS": 96,
+        "MATRIX_ROWS": 256,
+        "TYPE_0": 2,
+        "ROWS": 1,
+        "WARPS": 16,
+    }
+    yield "few_gate_up.cu", {**given, "TYPE_1": 8, "TOKENS": 32, "STAGE_ROWS": 1, "TOGETHER": 4, "SHARING": 1}
+    yield "few_down.cu", given
+    for kind, tokens in zip(_FLOATS, (1, 2, 4), strict=True):
+        router: dict[str, int | float | str] = {
+            "COLS": 2304,
+            "WEIGHT_TYPE": kind,
+            "TOKENS": tokens,
+            "WARPS": 8,
+        }
+        yield "few_router.cu", router
 
 
 def _element_variants() -> Iterator[Variant]:
@@ -119,6 +160,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Variant]]] = {
     "repack": _repack_variants,
     "gemv": _gemv_variants,
     "moe": _moe_variants,
+    "few-moe": _few_moe_variants,
     "elements": _element_variants,
     "attention": _attention_variants,
     "prefill": _prefill_variants,

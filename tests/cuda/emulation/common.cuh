@@ -84,6 +84,12 @@ T atomicAdd(T* p, U v) {
   return old;
 }
 template <class T>
+T atomicOr(T* p, T v) {
+  T old = *p;
+  *p |= v;
+  return old;
+}
+template <class T>
 T atomicMax(T* p, T v) {
   T old = *p;
   *p = std::max(old, v);
