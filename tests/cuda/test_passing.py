@@ -181,10 +181,11 @@ def test_one_place_holds_the_largest_layer_and_is_predicted(model: Path) -> None
 
 
 def test_real_kernels_take_pages_and_weights_along(model: Path) -> None:
-    """The kernels themselves, compiled for the CPU."""
+    """The kernels themselves, compiled for the CPU; of the first chunk nothing is wanted."""
     executor, _ = on_host(model, FIRST_TWO_PASS, kernels=emulated_kernels)
     ids = prompt(40, N_VOCAB)
-    steps = [run(executor, (ids[begin:end], begin, PAGES))[0] for begin, end in ((0, 35), (35, 36))]
+    assert executor.run(StepBatch((SequencePart(ids[:10], 0, PAGES, ()),), 10, 0), CancelFlag()) == []
+    steps = [run(executor, (ids[begin:end], begin, PAGES))[0] for begin, end in ((10, 35), (35, 36))]
     assert_close(
         [error(found, expected(model, ids[:end])) for found, end in zip(steps, (35, 36), strict=True)]
     )

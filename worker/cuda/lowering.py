@@ -121,9 +121,15 @@ class Lowering:
 
     def launches(self) -> tuple[Launch, ...]:
         return tuple(
-            Launch(op.kind, op.layer, _LOWER[op.kind](self, op, index))
+            Launch(op.kind, op.layer, self._unless_idle(op, _LOWER[op.kind](self, op, index)))
             for index, op in enumerate(self.oplist.ops)
         )
+
+    def _unless_idle(self, op: Op, enqueue: Callable[[StepShape], None]) -> Callable[[StepShape], None]:
+        """A chunk of a prompt that is not its last one wants no outputs, and a device takes no launch of nothing."""
+        if op.kind != OpKind.SELECT and not any(self.is_output(index) for index in op.inputs):
+            return enqueue
+        return lambda shape: enqueue(shape) if shape.n_outputs else None
 
     def _norm_at(self, at: int) -> FoldedNorm:
         op = self.oplist.ops[at]
