@@ -72,16 +72,22 @@ def _barriers_s(card: ModelCard, threads: int) -> float:
 def predict_decode_s(
     card: ModelCard, work: Work, placement: Placement, report: MachineReport, cached_tokens: int
 ) -> float | None:
-    """One token of one sequence behind `cached_tokens` of context; None when the memory rate is unknown."""
+    """One token of one sequence behind `cached_tokens` of context; None when the memory rate is unknown.
+
+    Kernels are probed on weights that a large last-level cache holds, so what does not fit there is not read faster
+    than memory is.
+    """
     threads = placement.decode_threads
     memory_rate = report.ram_bytes_per_s(threads)
     if memory_rate is None:
         return None
+    fits_in_cache = sum(work.decode_bytes.values()) < (report.host.cpus[0].l3_bytes or 0)
+    ceiling = math.inf if fits_in_cache else memory_rate
     seconds = _barriers_s(card, threads)
     for type_name, count in work.decode_bytes.items():
         rate = report.kernel(type_name, _form(placement), threads)
         measured = rate.decode_bytes_per_s if rate else None
-        seconds += count / (measured or memory_rate)
+        seconds += count / min(measured or memory_rate, ceiling)
     kv = cached_tokens * card.kv_elements_per_token * KV_BYTES_PER_ELEMENT[placement.kv_type]
     return seconds + kv / memory_rate
 

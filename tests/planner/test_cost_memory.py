@@ -25,6 +25,20 @@ def test_decode_time_is_bytes_over_the_measured_rate() -> None:
     assert seconds == pytest.approx(model.file_bytes / 18e9, rel=0.05)
 
 
+def test_weights_beyond_the_cache_are_read_no_faster_than_memory() -> None:
+    """Kernels were probed at 90 GB/s, where memory gives 20; the model is twice the cache, or half of it."""
+    model, report = card(), machine(cores=1)
+    fast = tuple(msgspec.structs.replace(rate, decode_bytes_per_s=90e9) for rate in report.kernels)
+    work, read_bytes = work_of(model), sum(work_of(model).decode_bytes.values())
+    for cache_share, rate in ((0.5, 20e9), (2.0, 90e9)):
+        cpu = msgspec.structs.replace(report.host.cpus[0], l3_bytes=int(read_bytes * cache_share))
+        here = msgspec.structs.replace(
+            report, kernels=fast, host=msgspec.structs.replace(report.host, cpus=(cpu,))
+        )
+        seconds = predict_decode_s(model, work, placement(decode_threads=1), here, 0)
+        assert seconds == pytest.approx(read_bytes / rate, rel=0.15)
+
+
 def test_context_makes_decode_slower() -> None:
     model, report, work = card(), machine(), work_of(card())
     short = predict_decode_s(model, work, placement(), report, 0)
