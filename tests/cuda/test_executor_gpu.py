@@ -22,6 +22,7 @@ from tests.cuda.executors import (
     load,
     placement,
     prompt,
+    read_silently,
     reference_logits,
     relative_error,
     synthetic_model,
@@ -76,6 +77,13 @@ def test_later_chunks_and_decode_match_the_reference(executor: GpuExecutor, mode
     batches = [Batch.of_sequence(ids[a:b], a, PAGES[1], all_outputs=False) for a, b in spans]
     for (a, b), batch, expected in zip(spans, batches, reference_logits(model, batches), strict=True):
         _check(executor.logits(batch), expected, f"{model.stem}, tokens {a} to {b}")
+
+
+def test_chunks_of_a_prompt_want_no_answer(executor: GpuExecutor, model: Path) -> None:
+    ids = prompt(80, N_VOCAB)
+    batches = [Batch.of_sequence(ids[a:b], a, PAGES[1], all_outputs=False) for a, b in ((0, 60), (60, 80))]
+    read_silently(executor, ids[:60], PAGES[1])
+    _check(executor.logits(batches[1]), reference_logits(model, batches)[1], f"{model.stem}, a later chunk")
 
 
 def test_mixed_batches_match_the_reference(executor: GpuExecutor, model: Path) -> None:

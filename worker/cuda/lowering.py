@@ -24,10 +24,14 @@ _MATRIX_OPS = (OpKind.LINEAR, OpKind.ROUTER, OpKind.MOE)
 
 @dataclass(frozen=True)
 class Launch:
-    """`enqueue(shape)` queues the op's kernels; cancellation is looked at where `layer` changes."""
+    """`enqueue(shape)` queues the op's kernels; cancellation is looked at where `layer` changes.
+
+    `makes_outputs`: it works on rows of outputs, of which a step in the middle of a prompt has none.
+    """
 
     kind: OpKind
     layer: int
+    makes_outputs: bool
     enqueue: Callable[[StepShape], None]
 
 
@@ -121,7 +125,7 @@ class Lowering:
 
     def launches(self) -> tuple[Launch, ...]:
         return tuple(
-            Launch(op.kind, op.layer, _LOWER[op.kind](self, op, index))
+            Launch(op.kind, op.layer, self._makes_outputs(op), _LOWER[op.kind](self, op, index))
             for index, op in enumerate(self.oplist.ops)
         )
 
@@ -178,6 +182,9 @@ class Lowering:
 
     def is_output(self, buffer: int) -> bool:
         return self.oplist.buffers[buffer].is_output
+
+    def _makes_outputs(self, op: Op) -> bool:
+        return any(self.is_output(buffer) for buffer in (*op.inputs, *op.outputs))
 
 
 Enqueue = Callable[[StepShape], None]
