@@ -23,6 +23,7 @@ from engine_processes import placewright, run_for_model, serving
 DEADLINE_S = 120.0
 PLAN_BUDGET_S = "15"
 ROUNDS = "3"
+LONG_PROMPT = "def main():\n" * 240  # several steps of 512 tokens, if tokens are not long
 Row = tuple[str, str]
 
 
@@ -94,10 +95,12 @@ class Commands:
             body = {"prompt": "def main():\n", "max_tokens": 32, "temperature": 0}
             answer = post(f"{url}/v1/completions", body)
             again = post(f"{url}/v1/completions", body)
+            long = post(f"{url}/v1/completions", {**body, "prompt": LONG_PROMPT})
         text, tokens = answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
         if not text or text != again["choices"][0]["text"]:
             raise RuntimeError(f"two greedy answers differ: {text!r}, {again['choices'][0]['text']!r}")
-        return "serve", f"{tokens} tokens, twice the same: {text[:60]!r}"
+        read = long["usage"]["prompt_tokens"]
+        return "serve", f"{tokens} tokens, twice the same: {text[:60]!r}; a prompt of {read:,} tokens too"
 
     def bench(self) -> Row:
         result = self.json("bench", "run", self.plan_id, "--baseline", "llama-server", "--rounds", ROUNDS)

@@ -90,6 +90,12 @@ def decode(
     return executor.run(StepBatch(parts, len(parts), len(parts)), CancelFlag())
 
 
+def read_silently(executor: GpuExecutor, ids: list[int], pages: list[int]) -> None:
+    """The beginning of a prompt, as a step that wants no answer."""
+    part = SequencePart(ids, 0, pages, ())
+    assert not executor.run(StepBatch((part,), len(ids), 0), CancelFlag())
+
+
 def generate(
     executor: GpuExecutor,
     prompts: list[list[int]],

@@ -5,13 +5,13 @@ above the seam (lowering, inputs, graphs, upload, executor) can be compared with
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tests.cuda.host_device import HostDevice, copy, view
+from tests.cuda.host_matrix import HostMatrix
 from worker.cuda.device import Device
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.kv_cache import KvLayerArrays
@@ -24,20 +24,6 @@ from worker.model.types import BY_ID
 from worker.ops import reference
 from worker.ops.batch import PAGE_TOKENS
 from worker.ops.oplist import OpList
-
-
-@dataclass(frozen=True)
-class _HostMatrix:
-    """Laid out = dequantised to f32 [experts * rows, columns]."""
-
-    rows: int
-    columns: int
-    experts: int
-    address: int
-
-    def values(self) -> NDArray[np.float32]:
-        shape = (self.experts, self.rows, self.columns) if self.experts > 1 else (self.rows, self.columns)
-        return view(self.address, shape)
 
 
 class NumpyKernels(KernelSet):
@@ -66,8 +52,8 @@ class NumpyKernels(KernelSet):
 
         self._submit(("lay_out", type_id, n_rows, columns), work)
 
-    def matrix(self, type_id: int, rows: int, columns: int, experts: int, address: int) -> _HostMatrix:
-        return _HostMatrix(rows, columns, experts, address)
+    def matrix(self, type_id: int, rows: int, columns: int, experts: int, address: int) -> HostMatrix:
+        return HostMatrix(rows, columns, experts, address)
 
     def compile_ahead(self, enqueue: Callable[[], None]) -> None:
         """Nothing is compiled here."""
@@ -142,7 +128,7 @@ class NumpyKernels(KernelSet):
         self,
         rows: int,
         source: Rows,
-        matrices: tuple[_HostMatrix, ...],
+        matrices: tuple[HostMatrix, ...],
         outs: tuple[Rows, ...],
         biases: tuple[int, ...],
         accumulate: bool,
@@ -227,7 +213,7 @@ class NumpyKernels(KernelSet):
         self,
         shape: StepShape,
         source: Rows,
-        matrix: _HostMatrix,
+        matrix: HostMatrix,
         bias: int,
         ids: Rows,
         weights: Rows,
@@ -251,7 +237,7 @@ class NumpyKernels(KernelSet):
         source: Rows,
         ids: Rows,
         weights: Rows,
-        stacks: tuple[_HostMatrix, _HostMatrix, _HostMatrix],
+        stacks: tuple[HostMatrix, HostMatrix, HostMatrix],
         out: Rows,
         activation: int,
         accumulate: bool,
@@ -294,7 +280,7 @@ class NumpyKernels(KernelSet):
     def routed_linear(self, *_: object) -> None:
         raise AssertionError("no router was folded")
 
-    def takes_network(self, rows: int, matrices: tuple[_HostMatrix, ...]) -> bool:
+    def takes_network(self, rows: int, matrices: tuple[HostMatrix, ...]) -> bool:
         return False
 
     def network(self, *_: object) -> None:
@@ -303,8 +289,9 @@ class NumpyKernels(KernelSet):
     def select(self, shape: StepShape, source: Rows, out: Rows) -> None:
         def work() -> None:
             rows = view(shape.inputs.output_rows, (shape.n_outputs,), np.int32)
-            _rows(out, shape.n_outputs)[:] = _rows(source, shape.n_tokens)[rows]
+            _rows(out, len(rows))[:] = _rows(source, shape.n_tokens)[rows]
 
+        assert shape.n_outputs, "a device refuses a grid of no blocks"
         self._submit(("select", shape.n_outputs), work)
 
     def sample(self, shape: StepShape, logits: Rows, n_vocab: int) -> None:

@@ -18,6 +18,7 @@ from tests.cuda.executors import (
     load,
     placement,
     prompt,
+    read_silently,
     reference_logits,
     relative_error,
     synthetic_model,
@@ -73,6 +74,14 @@ def test_prefill_decode_and_mixed_batches_match_the_reference(model: Path) -> No
     ]
     for batch, expected in zip(batches, reference_logits(model, batches), strict=True):
         assert relative_error(executor.logits(batch), expected) < EXACT
+    executor.close()
+
+
+def test_chunks_of_a_prompt_want_no_answer(model: Path) -> None:
+    executor, ids = on_host(model), prompt(40, N_VOCAB)
+    batches = [Batch.of_sequence(ids[a:b], a, PAGES[0], all_outputs=False) for a, b in ((0, 30), (30, 40))]
+    read_silently(executor, ids[:30], PAGES[0])
+    assert relative_error(executor.logits(batches[1]), reference_logits(model, batches)[1]) < EXACT
     executor.close()
 
 

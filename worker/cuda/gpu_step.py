@@ -121,7 +121,8 @@ class GpuStep:
                 if is_cancelled():
                     self._device.synchronize()
                     return False
-            launch.enqueue(shape)
+            if shape.n_outputs or not launch.makes_outputs:
+                launch.enqueue(shape)
         self._exchange.send(shape)
         self._exchange.after(shape)
         self._device.synchronize()

@@ -24,10 +24,14 @@ _MATRIX_OPS = (OpKind.LINEAR, OpKind.ROUTER, OpKind.MOE)
 
 @dataclass(frozen=True)
 class Launch:
-    """`enqueue(shape)` queues the op's kernels; cancellation is looked at where `layer` changes."""
+    """`enqueue(shape)` queues the op's kernels; cancellation is looked at where `layer` changes.
+
+    `makes_outputs`: it works on rows of outputs, of which a step in the middle of a prompt has none.
+    """
 
     kind: OpKind
     layer: int
+    makes_outputs: bool
     enqueue: Callable[[StepShape], None]
 
 
@@ -121,15 +125,9 @@ class Lowering:
 
     def launches(self) -> tuple[Launch, ...]:
         return tuple(
-            Launch(op.kind, op.layer, self._unless_idle(op, _LOWER[op.kind](self, op, index)))
+            Launch(op.kind, op.layer, self._makes_outputs(op), _LOWER[op.kind](self, op, index))
             for index, op in enumerate(self.oplist.ops)
         )
-
-    def _unless_idle(self, op: Op, enqueue: Callable[[StepShape], None]) -> Callable[[StepShape], None]:
-        """A chunk of a prompt that is not its last one wants no outputs, and a device takes no launch of nothing."""
-        if op.kind != OpKind.SELECT and not any(self.is_output(index) for index in op.inputs):
-            return enqueue
-        return lambda shape: enqueue(shape) if shape.n_outputs else None
 
     def _norm_at(self, at: int) -> FoldedNorm:
         op = self.oplist.ops[at]
@@ -184,6 +182,9 @@ class Lowering:
 
     def is_output(self, buffer: int) -> bool:
         return self.oplist.buffers[buffer].is_output
+
+    def _makes_outputs(self, op: Op) -> bool:
+        return any(self.is_output(buffer) for buffer in (*op.inputs, *op.outputs))
 
 
 Enqueue = Callable[[StepShape], None]
