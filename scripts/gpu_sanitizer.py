@@ -64,7 +64,9 @@ RUNS = (
     Run("memcheck", "executor", EXECUTOR, STEPS),
     Run("racecheck", "matmul", MATMUL, SMALL_MATMUL),
     Run("racecheck", "moe", MATMUL, SMALL_MOE),
-    Run("racecheck", "moe, few tokens", FEW_MOE, "(test_many_experts and not 31) or test_norm or test_choice"),
+    Run(
+        "racecheck", "moe, few tokens", FEW_MOE, "(test_many_experts and not 31) or test_norm or test_choice"
+    ),
     Run("racecheck", "ops, router", "test_ops_gpu.py"),
     Run("racecheck", "attention", "test_attention_gpu.py"),
     Run("racecheck", "sampler", "test_sampler_gpu.py", "not 20011 and not 9001"),
