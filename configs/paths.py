@@ -85,4 +85,6 @@ def read_text_file(path: Path) -> str:
 
 def reason_of(error: OSError | ValueError) -> str:
     """What went wrong without Python's decoration: `No such file or directory`."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8 text"
     return getattr(error, "strerror", None) or str(error)

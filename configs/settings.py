@@ -6,21 +6,30 @@ is here. The file is optional; an unknown key or a bad value is refused with its
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from configs import paths
 from configs.errors import SettingsError
+
+SMALLEST_CONTEXT_TOKENS = 64
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 TomlArray = Field(strict=False)  # TOML has lists only; a strict tuple would refuse them
 Names = Annotated[tuple[Annotated[str, Field(strict=True)], ...], TomlArray]
+
+
+def _free_engine_name(name: str) -> str:
+    if name == "native" or not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError("the name of an engine has letters, digits, '.', '-' and '_', and is not native")
+    return name
 
 
 class Section(BaseModel):
@@ -34,9 +43,9 @@ class SamplingDefaults(Section):
 
     temperature: NotNegative = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0  # 0: the likeliest token only
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repeat_penalty: Positive = 1.0
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0
 
 
 class ServeSettings(Section):
@@ -44,7 +53,7 @@ class ServeSettings(Section):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8090
-    api_key: str | None = None  # None: any key is accepted
+    api_key: Annotated[str, Field(min_length=1)] | None = None  # None: any key is accepted
     cors_origins: Names = ()  # besides pages served from this machine; "*" admits every page
     strict_model_names: bool = False  # True: a request for another model's name is a 404
     max_waiting_requests: Annotated[int, Field(ge=0)] = 64  # beyond those the engine runs at a time
@@ -63,14 +72,13 @@ class PlanSettings(Section):
     """`placewright plan`: defaults of its flags."""
 
     tuning_budget_s: Positive = 600.0
-    context_length_tokens: Count = 4096
+    context_length_tokens: Annotated[int, Field(ge=SMALLEST_CONTEXT_TOKENS)] = 4096
     concurrency: Count = 1
     kv_types: Annotated[tuple[Literal["f16", "q8_0"], ...], TomlArray, Field(min_length=1)] = ("f16",)
     engines: Annotated[Names, Field(min_length=1)] = ("native",)
     host_memory_mib: Count | None = None  # None: what is free less the margin
     host_memory_margin_mib: Annotated[int, Field(ge=0)] = 1024
-    gpu_memory_mib: Count | None = None
-    gpu_memory_margin_mib: Annotated[int, Field(ge=0)] = 512
+    gpu_memory_mib: Count | None = None  # None: what is free less 512
     allow_storage_streaming: bool = False
 
 
@@ -103,7 +111,7 @@ class Settings(Section):
     serve: ServeSettings = ServeSettings()
     plan: PlanSettings = PlanSettings()
     worker: WorkerSettings = WorkerSettings()
-    engines: dict[str, EngineSettings] = {}
+    engines: dict[Annotated[str, AfterValidator(_free_engine_name)], EngineSettings] = {}
 
 
 def load_settings(path: Path | None = None) -> Settings:

@@ -1,5 +1,4 @@
-"""The planner's commands: inspect, probe, plan, plans, show, engines, doctor; `bench` is mounted from
-bench/cli.py.
+"""The planner's commands: inspect, probe, plan, plans, show, engines, doctor; `bench` is mounted from bench/cli.py.
 
 Each command reads its flags, calls one function and prints. Results go to stdout, everything said to a person
 to stderr; `--json` prints one document. Errors travel to `placewright.py` as exceptions.
@@ -7,13 +6,14 @@ to stderr; `--json` prints one document. Errors travel to `placewright.py` as ex
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import get_args
 
 import typer
 
 from configs.errors import PlacewrightError, UserError
 from configs.paths import plans_folder
 from configs.settings import Settings, load_settings
+from configs.version import placewright_version
 from planner import doctor, engines, flags, inspect, pipeline
 from planner.bench.cli import bench_app
 from planner.context import Context
@@ -21,16 +21,16 @@ from planner.output import emit, emit_json, say
 from planner.probe import probe_machine
 from planner.progress import make_reporter
 from planner.search import SearchResult
-from planner.version import placewright_version
 from planner.workload import PlanRequest
 from plans import host, show
+from plans.placement import LoadMode
 from plans.plan import Limits, plan_builtins
 from plans.store import PlanStore
 
 
 def split_list(flag: str, text: str | None) -> tuple[str, ...]:
-    """The names of a list; () where the flag was not given. Raises UserError for a list of nothing."""
-    names = tuple(part.strip() for part in (text or "").split(",") if part.strip())
+    """The names of a list, each once; () where the flag was not given. Raises UserError for a list of nothing."""
+    names = tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
     if text is not None and not names:
         raise UserError(f"{flag} {text!r} names nothing; leave the flag out or give a list like a,b")
     return names
@@ -116,8 +116,6 @@ def make_limits(
     host_memory_mib: int | None,
     allow_storage_streaming: bool,
 ) -> Limits:
-    if load_mode not in (None, "mmap", "packed"):
-        raise UserError(f"--load-mode {load_mode} is not a load mode; there are mmap and packed")
     for flag, value in (("--host-memory-mib", host_memory_mib), ("--gpu-memory-mib", gpu_memory_mib)):
         if value is not None and value < 1:
             raise UserError(f"{flag} {value} is not a positive number of MiB")
@@ -126,12 +124,20 @@ def make_limits(
         engines=engine_names or defaults.engines,
         threads=threads,
         ubatch_tokens=ubatch,
-        load_mode=cast(Literal["mmap", "packed"] | None, load_mode),
+        load_mode=check_load_mode(load_mode),
         gpu_memory_mib=gpu_memory_mib if gpu_memory_mib is not None else defaults.gpu_memory_mib,
         host_memory_mib=host_memory_mib if host_memory_mib is not None else defaults.host_memory_mib,
         host_memory_margin_mib=defaults.host_memory_margin_mib,
         allow_storage_streaming=allow_storage_streaming or defaults.allow_storage_streaming,
     )
+
+
+def check_load_mode(name: str | None) -> LoadMode | None:
+    """Raises UserError for a name that is none."""
+    modes: tuple[LoadMode, ...] = get_args(LoadMode)
+    if name is not None and name not in modes:
+        raise UserError(f"--load-mode {name} is not a load mode; there are {' and '.join(modes)}")
+    return next((mode for mode in modes if mode == name), None)
 
 
 def check_budget(seconds: float) -> float:
@@ -162,6 +168,7 @@ def print_search(found: SearchResult | None, json: bool) -> None:
     assert found is not None
     if not json:
         emit("\n".join(f"would measure {item.label}" for item in found.finalists))
+        say(show.CANDIDATE_KEY)
         return
     finalists = [
         {

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from configs.paths import plans_folder
 from configs.settings import Settings
+from configs.version import placewright_version
 from planner.engines import ModelCodec, builds_of, make_factory
+from planner.passages import Encode
 from planner.pool import EngineFactory
 from planner.probe import probe_machine
 from planner.progress import Reporter
-from planner.prompts import Encode
 from planner.turn import measuring_turn
-from planner.version import placewright_version
 from plans import host
 from plans.key import identify_files
 from plans.machine import Host, MachineReport

@@ -1,5 +1,4 @@
-"""Predicted seconds of a placement from bytes, multiply-adds and measured rates. Ranks and prunes, never
-chooses.
+"""Predicted seconds of a placement from bytes, multiply-adds and measured rates. Ranks and prunes, never chooses.
 
 Everything is derived from the probe; where it has no rate the prediction is None and nothing is pruned on it.
 """
@@ -15,7 +14,7 @@ import msgspec
 from planner.memory import KV_BYTES_PER_ELEMENT
 from plans.card import ModelCard, active_fraction
 from plans.machine import MachineReport
-from plans.placement import Placement
+from plans.placement import NATIVE, Placement
 from plans.plan import RequestMix
 from plans.units import Unit
 
@@ -42,8 +41,10 @@ class Work(msgspec.Struct, frozen=True):
 
 
 def work_of(card: ModelCard, units: Sequence[Unit] | None = None) -> Work:
-    """Of all units, or of some. An embedding is looked up, not multiplied; the head runs once a sequence: it counts for
-    decode.
+    """The work of all units, or of some.
+
+    An embedding is looked up, not multiplied, so it counts for nothing; the head runs once a sequence, so it counts
+    for decode only.
     """
     decode: dict[str, float] = defaultdict(float)
     macs: dict[str, float] = defaultdict(float)
@@ -112,7 +113,7 @@ def predict(
     card: ModelCard, work: Work, placement: Placement, report: MachineReport, mix: RequestMix
 ) -> Prediction | None:
     """None for engines whose kernels were not probed and for models without units."""
-    if placement.engine != "native" or not card.units:
+    if placement.engine != NATIVE or not card.units:
         return None
     middle = mix.prompt_tokens + mix.output_tokens // 2
     decode_s = predict_decode_s(card, work, placement, report, middle)

@@ -13,18 +13,17 @@ from typing import Literal
 
 import msgspec
 
-from configs.errors import SettingsError
+from configs.errors import PlanError, SettingsError
 from configs.paths import cache_folder, data_folder, plans_folder, settings_file
 from configs.settings import Settings, load_settings
 from planner.engines import offers
 from plans import host
-from plans.key import library_path, worker_folder
+from plans.library import library_path, worker_folder
 from plans.machine import Gpu
 from plans.store import PlanStore
 
 State = Literal["ok", "note", "failed"]
 _ENOUGH_DISK_BYTES = 1 << 30
-_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -69,14 +68,15 @@ def _library() -> Check:
 
 
 def _instruction_sets() -> Check:
-    flags = set(host.read_cpu().flags)
-    if not {"avx2", "fma", "f16c"} <= flags:
-        missing = ", ".join(sorted({"avx2", "fma", "f16c"} - flags))
+    flags = host.read_cpu().flags
+    level = host.kernel_level(flags)
+    if level is None:
+        missing = ", ".join(host.missing_flags(flags))
         return Check(
             "instruction sets", "failed", f"the CPU lacks {missing}", "use --engines llama-server here"
         )
-    if "avx512_vnni" not in flags:
-        return Check("instruction sets", "note", "AVX2, no AVX-512 VNNI: prefill is slower", None)
+    if level == "avx2":
+        return Check("instruction sets", "note", "AVX2, no AVX-512 with VNNI and BF16: prefill is slower")
     return Check("instruction sets", "ok", "AVX-512 VNNI")
 
 
@@ -89,15 +89,14 @@ def _cores() -> Check:
 
 
 def _huge_pages() -> Check:
-    text = host.read_text(_THP)
-    if text is None:
-        return Check("huge pages", "note", f"{_THP} is missing: packed weights lie on small pages", None)
-    chosen = text.partition("[")[2].partition("]")[0]
-    if chosen == "never":
+    file, mode = host.HUGE_PAGES_FILE, host.huge_pages_mode()
+    if mode is None:
+        return Check("huge pages", "note", f"{file} is missing: packed weights lie on small pages")
+    if mode == "never":
         return Check(
-            "huge pages", "note", "off: decode is 5 to 25 % slower", f"echo madvise | sudo tee {_THP}"
+            "huge pages", "note", "off: decode is 5 to 25 % slower", f"echo madvise | sudo tee {file}"
         )
-    return Check("huge pages", "ok", chosen)
+    return Check("huge pages", "ok", mode)
 
 
 def _gpus(gpus: tuple[Gpu, ...], absent: str | None, has_cupy: bool) -> Check:
@@ -146,7 +145,15 @@ def _folder(name: str, folder: Path, variable: str) -> Check:
 
 
 def _plans() -> Check:
-    listing = PlanStore(plans_folder()).list()
+    try:
+        listing = PlanStore(plans_folder()).list()
+    except PlanError as error:
+        return Check(
+            "plans",
+            "failed",
+            str(error),
+            "give yourself access to it, or set XDG_DATA_HOME to another folder",
+        )
     if listing.damaged:
         names = ", ".join(item.name for item in listing.damaged)
         return Check(

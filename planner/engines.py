@@ -13,10 +13,11 @@ import msgspec
 from configs.errors import EngineStartError, PlanError
 from configs.paths import logs_folder, usable_folder
 from configs.settings import Settings
+from configs.version import placewright_version
 from planner.pool import EngineFactory
-from planner.version import placewright_version
-from plans.key import NATIVE, executable_build, library_path, native_build
-from plans.placement import Placement
+from plans.key import executable_build, native_build
+from plans.library import library_path
+from plans.placement import NATIVE, Placement
 from plans.plan import EngineBuild
 from worker.engines.base import Engine
 from worker.engines.llama_command import find_program
@@ -62,8 +63,9 @@ def _other_offer(name: str, settings: Settings) -> EngineOffer:
     try:
         program = find_program(entry.path if entry is not None else None)
     except EngineStartError as error:
-        remedy = f"put llama-server on PATH, or name it in the settings: engines.{name}.path"
-        return EngineOffer(name, LLAMA_SERVER, None, None, str(error), remedy)
+        reason, _, remedy = str(error).partition("; ")
+        remedy = remedy or f"name a llama-server program in the settings: engines.{name}.path"
+        return EngineOffer(name, LLAMA_SERVER, None, None, reason, remedy)
     if program.library:
         location, version = library_of_package(XLLAMACPP), distribution_version(XLLAMACPP)
     else:

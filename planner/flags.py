@@ -54,16 +54,34 @@ BudgetS = Annotated[
         f"Default: {_DEFAULTS.tuning_budget_s:.0f}.",
     ),
 ]
-GpuMemoryMib = Annotated[int | None, typer.Option("--gpu-memory-mib", help="Cap on the memory of a GPU.")]
-HostMemoryMib = Annotated[int | None, typer.Option("--host-memory-mib", help="Cap on RAM.")]
+GpuMemoryMib = Annotated[
+    int | None,
+    typer.Option(
+        "--gpu-memory-mib", help="Cap on the memory of each GPU, in MiB. Default: what is free, less 512."
+    ),
+]
+HostMemoryMib = Annotated[
+    int | None,
+    typer.Option(
+        "--host-memory-mib",
+        help=f"Cap on RAM, in MiB. Default: what is free, less {_DEFAULTS.host_memory_margin_mib}.",
+    ),
+]
 AllowStorageStreaming = Annotated[
     bool, typer.Option("--allow-storage-streaming", help="Weights may be read from storage again and again.")
 ]
-Threads = Annotated[int | None, typer.Option("--threads", help="Pin: threads of decode and prefill.")]
-Ubatch = Annotated[int | None, typer.Option("--ubatch", help="Pin: most tokens of a step.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", help="Pin: threads of decode and prefill. Default: searched.")
+]
+Ubatch = Annotated[
+    int | None, typer.Option("--ubatch", help="Pin: most tokens of a step. Default: searched.")
+]
 LoadModeFlag = Annotated[
     str | None,
-    typer.Option("--load-mode", help="Pin: mmap (as in the file) or packed (copied for the kernels)."),
+    typer.Option(
+        "--load-mode",
+        help="Pin: mmap (as in the file) or packed (copied for the kernels). Default: searched.",
+    ),
 ]
 Replan = Annotated[bool, typer.Option("--replan", help="Measure again; makes another plan.")]
 Reprobe = Annotated[bool, typer.Option("--reprobe", help="Measure the machine again, whatever is known.")]

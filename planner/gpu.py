@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import product
 
 import msgspec
 
 from planner.cost import Prediction, Work, predict_decode_s, predict_prefill_s, work_of
-from planner.memory import KV_BYTES_PER_ELEMENT, host_process_bytes, kv_bytes
+from planner.gpu_memory import (
+    CONTEXT_BYTES,
+    LIBRARIES_BYTES,
+    MIB,
+    DeviceUse,
+    StepSizes,
+    device_need,
+    distinct_tensors,
+)
+from planner.memory import KV_BYTES_PER_ELEMENT, host_limit_bytes, host_process_bytes, kv_bytes
 from plans.card import ModelCard
 from plans.machine import GpuRates, MachineReport
 from plans.placement import CPU_ONLY, Assignment, KvType, Placement
 from plans.plan import Limits, MemoryNeed, RequestMix, Workload
-from plans.units import MoeShape, TensorRef, Unit
+from plans.units import Unit
 
-MIB = 1 << 20
 UBATCHES = (512, 1024, 2048, 4096)
+SMALL_UBATCHES = (128, 256)  # of models that are split: the room of a larger step may hold a layer more
 MARGIN_MIB = 512  # of what is free, left to others where no cap is given
-CONTEXT_BYTES = 640 * MIB  # driver, cuBLAS, kernels
-LIBRARIES_BYTES = 112 * MIB  # of it, what comes after the context
-GRAPH_BYTES = 2 * MIB
-UPLOAD_BYTES = 24 * MIB  # raw buffers while weights are uploaded, which lie where keys and values will be
-_PLANAR_FACTOR = 1.02  # rows are padded to 16 bytes
-_MOST_HALVES_BYTES = 256 * MIB  # the largest matrix that is unpacked to f16 for prefill
 _LAUNCHES_PER_LAYER = 10
 _HANDOVER_S = 30e-6  # residual to the other side and back, with both waits
+_FEED_SHARE = 0.8  # of the link's rate, at which weights in file order arrive
+_FEWEST_PASSING_TOKENS = 64  # above every decode step
 _ROUTED_PREFILL_SHARE = 0.5  # rate of grouped experts against that of one large matrix
 
 
@@ -46,164 +50,60 @@ def usable_bytes(gpu: GpuRates, limits: Limits) -> int:
     return cap_bytes(gpu, limits) - max(0, excess_bytes)
 
 
-class DeviceUse(msgspec.Struct, frozen=True):
-    """Layers [first, end) on one GPU, and whether embedding and head are there too."""
-
-    ordinal: int
-    first: int
-    end: int
-    has_embedding: bool
-    has_head: bool
-
-    def holds(self, unit: Unit) -> bool:
-        if unit.layer >= 0:
-            return self.first <= unit.layer < self.end
-        return self.has_embedding if unit.kind == "embedding" else self.has_head
-
-
-def _distinct(units: list[Unit]) -> list[TensorRef]:
-    return list({tensor.name: tensor for unit in units for tensor in unit.tensors.values()}.values())
-
-
-def device_need(
-    card: ModelCard, use: DeviceUse, kv_type: KvType, context: int, max_sequences: int, ubatch: int
-) -> MemoryNeed:
-    """Bytes of one device, an upper estimate within a few percent of what the worker takes."""
-    units = [unit for unit in card.units if use.holds(unit)]
-    weights = sum(tensor.bytes for tensor in _distinct(units)) * _PLANAR_FACTOR
-    tied = use.has_embedding and use.has_head and len(_distinct(units)) < sum(len(u.tensors) for u in units)
-    if tied:  # rows for the lookup stay beside the matrix of the head
-        weights += next(unit.bytes for unit in units if unit.kind == "embedding")
-    share = (use.end - use.first) / max(1, len(card.kv_layers))
-    pages = -(-context // 32) * (max_sequences + 1) + 1
-    kv = pages * 32 * card.kv_elements_per_token * KV_BYTES_PER_ELEMENT[kv_type] * share
-    return MemoryNeed(
-        weights_bytes=int(weights),
-        kv_bytes=int(kv),
-        workspace_bytes=_workspace_bytes(card, units, use, context, max_sequences, ubatch),
-        context_bytes=CONTEXT_BYTES
-        + max(_n_graphs(context, max_sequences) * GRAPH_BYTES, 0 if kv >= UPLOAD_BYTES else UPLOAD_BYTES),
-    )
-
-
-def _n_graphs(context: int, max_sequences: int) -> int:
-    """At most: one for each power of two of sequences and of contexts from 1,024 on, greedy or not, and as many for the
-    steps that are queued behind others."""
-    buckets = (min(max_sequences, 32) - 1).bit_length() + 1
-    classes = (max(context, 1024) - 1).bit_length() - 9
-    return 2 * 2 * buckets * classes
-
-
-def _workspace_bytes(
-    card: ModelCard, units: list[Unit], use: DeviceUse, context: int, max_sequences: int, ubatch: int
-) -> int:
-    tokens = max(ubatch, 32)
-    outputs = max(16, 1 << (max(1, min(max_sequences, 32)) - 1).bit_length(), max_sequences)
-    widths = _buffer_widths(card, units)
-    size = tokens * sum(widths) * 6.25  # f32, codes, scales and sums, or halves
-    if use.has_head:
-        n_vocab = card.n_vocab or 150_000
-        size += outputs * (12 * n_vocab + 16 * (card.n_embd or 4096)) + MIB
-    size += max((_scratch_bytes(unit, tokens) for unit in units), default=0)
-    size += _folded_router_bytes(card, units)
-    return int(size) + 24 * MIB + 4 * (max_sequences + 40) * (context // 32 + 2)
-
-
-def _buffer_widths(card: ModelCard, units: list[Unit]) -> list[int]:
-    """One width per buffer of a step: residual and norm, attention's, the gated products'."""
-    width = card.n_embd or 4096
-    widths = {"residual": width, "normed": width, "projected": width}
-    for unit in units:
-        for role in ("q", "k", "v", "gate", "up"):
-            tensor = unit.tensors.get(role)
-            if tensor is not None:
-                widths[role] = max(widths.get(role, 0), tensor.rows)
-    return [*widths.values(), widths.get("q", 0)]
-
-
-def _folded_router_bytes(card: ModelCard, units: list[Unit]) -> int:
-    """Rows of routers that run inside of attention's projection: halves, as wide as its input and the residual."""
-    heads = max((unit.tensors["q"].rows for unit in units if "q" in unit.tensors), default=0)
-    routed = (unit.shape.n_experts for unit in units if isinstance(unit.shape, MoeShape))
-    return 2 * sum(routed) * (heads + (card.n_embd or 4096))
-
-
-def _scratch_bytes(unit: Unit, tokens: int) -> float:
-    """What the largest product of a unit wants beside its inputs and outputs."""
-    if isinstance(unit.shape, MoeShape):
-        width = unit.tensors["down_experts"].rows
-        slots = tokens * unit.shape.n_experts_used
-        sorted_rows = slots * (2 * unit.shape.n_ff_expert + 4 * width + 16) + 2 * tokens * width
-        return sorted_rows + 4 * tokens * unit.shape.n_experts
-    matrices = [tensor for tensor in unit.tensors.values() if len(tensor.shape) == 2]
-    halves = [size for t in matrices if (size := 2 * t.rows * t.columns) <= _MOST_HALVES_BYTES]
-    return max(halves, default=0) + 2 * tokens * max((t.columns for t in matrices), default=0)
-
-
 def fill(
-    card: ModelCard,
-    caps: list[tuple[int, int]],
-    kv_type: KvType,
-    context: int,
-    max_sequences: int,
-    ubatch: int,
+    card: ModelCard, caps: list[tuple[int, int]], sizes: StepSizes, *, passes: bool = False
 ) -> tuple[DeviceUse, ...]:
     """Devices (ordinal, cap in bytes) with as many layers as fit, the last layers and the head first; () when not even
-    the head and one layer do.
+    the head and one layer do. `passes`: the last device has room for the other layers to pass through.
     """
-    n_layers = card.n_layers or 0
     uses: list[DeviceUse] = []
-    end = n_layers
+    end = card.n_layers or 0
     for ordinal, cap in caps:
-        use = _widest(card, ordinal, cap, end, not uses, kv_type, context, max_sequences, ubatch)
+        passes_here = passes and ordinal == caps[-1][0]
+        use = _widest(card, ordinal, cap, end, not uses, sizes, passes_here)
         if use is None:
             break
         uses.append(use)
         end = use.first
         if end == 0:
             break
-    return tuple(reversed(uses))
+    return tuple(reversed(uses)) if uses and (not passes or uses[-1].n_passing) else ()
 
 
 def _widest(
-    card: ModelCard,
-    ordinal: int,
-    cap: int,
-    end: int,
-    has_head: bool,
-    kv_type: KvType,
-    context: int,
-    max_sequences: int,
-    ubatch: int,
+    card: ModelCard, ordinal: int, cap: int, end: int, has_head: bool, sizes: StepSizes, passes: bool
 ) -> DeviceUse | None:
     """The use with the most layers up to `end` that fits; the embedding comes along when all layers do."""
     for first in range(end):
         for has_embedding in (True, False) if first == 0 else (False,):
-            use = DeviceUse(ordinal, first, end, has_embedding, has_head)
-            need = device_need(card, use, kv_type, context, max_sequences, ubatch)
-            if need.total_bytes <= cap:
+            use = DeviceUse(ordinal, first, end, has_embedding, has_head, first if passes else 0)
+            if device_need(card, use, sizes).total_bytes <= cap:
                 return use
     return None
 
 
 def assignments_of(uses: tuple[DeviceUse, ...], n_layers: int) -> tuple[Assignment, ...]:
-    """Everything on the CPU, then what the devices take; one line when a device takes all."""
-    if len(uses) == 1 and uses[0] == DeviceUse(uses[0].ordinal, 0, n_layers, True, True):
+    """Everything on the CPU, or on the first device where all of it is on devices; then what the others take."""
+    lines, others = list(CPU_ONLY), uses
+    if is_whole(uses, n_layers):
         name = f"gpu{uses[0].ordinal}"
-        return (Assignment("*", name, name),)
-    lines = list(CPU_ONLY)
-    for use in uses:
+        lines, others = [Assignment("*", name, name)], uses[1:]
+    for use in others:
         name = f"gpu{use.ordinal}"
-        if use.has_embedding:
-            lines.append(Assignment("embedding", name, name))
         lines += [Assignment(f"layer.{layer}.*", name, name) for layer in range(use.first, use.end)]
         if use.has_head:
             lines.append(Assignment("head", name, name))
     return tuple(lines)
 
 
+def is_whole(uses: tuple[DeviceUse, ...], n_layers: int) -> bool:
+    """Whether devices hold a model of so many layers, with embedding and head."""
+    first, last = uses[0], uses[-1]
+    return first.has_embedding and last.has_head and first.first == 0 and last.end == n_layers
+
+
 class GpuCandidate(msgspec.Struct, frozen=True):
-    """A placement with its devices and their needs, and what stays in RAM."""
+    """A placement with its devices in the order of layers, their needs by number, and what stays in RAM."""
 
     placement: Placement
     uses: tuple[DeviceUse, ...]
@@ -212,7 +112,22 @@ class GpuCandidate(msgspec.Struct, frozen=True):
 
     @property
     def n_gpu_layers(self) -> int:
-        return sum(use.end - use.first for use in self.uses)
+        return sum(use.n_layers for use in self.uses)
+
+
+class _Filling(msgspec.Struct, frozen=True):
+    """Devices that hold what they can of steps and a cache of some size."""
+
+    sizes: StepSizes
+    uses: tuple[DeviceUse, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return is_whole(self.uses, self.uses[-1].end)
+
+    @property
+    def n_layers(self) -> int:
+        return sum(use.n_layers for use in self.uses)
 
 
 ENGINES = ("native", "llama-server")
@@ -227,21 +142,76 @@ def gpu_candidates(
         return
     usable = report.gpus if engine == "native" else report.gpus[:1]
     caps = [(gpu.ordinal, usable_bytes(gpu, limits)) for gpu in usable]
-    context, n_layers = workload.context_length_tokens, card.n_layers or 0
-    for kv_type, ubatch in product(workload.kv_types, ubatches(workload, limits)):
-        uses = fill(card, caps, kv_type, context, workload.concurrency, ubatch)
-        if not uses:
-            continue
-        is_whole = uses[0].first == 0 and uses[0].has_embedding
-        cores = report.host.cpus[0].cores_available
-        for threads in (
-            (1,) if is_whole else sorted({limits.threads or cores, limits.threads or max(1, cores // 2)})
-        ):
-            placement = _placement(card, report, workload, limits, engine, uses, kv_type, ubatch, threads)
-            needs = tuple(
-                device_need(card, use, kv_type, context, workload.concurrency, ubatch) for use in uses
-            )
-            yield GpuCandidate(placement, uses, needs, _host_need(card, placement, uses, n_layers))
+    cores = report.host.cpus[0].cores_available
+    halves = (limits.threads,) if limits.threads else sorted({cores, max(1, cores // 2)})
+    for kv_type in workload.kv_types:
+        for filling in _fillings(card, caps, kv_type, workload, limits, engine):
+            for decode_threads in (1,) if filling.is_whole else halves:
+                prefill_threads = 1 if filling.is_whole else limits.threads or cores
+                threads = (decode_threads, prefill_threads)
+                placement = _placement(card, report, limits, engine, filling, threads)
+                host_need = _host_need(card, placement, filling.uses)
+                if filling.uses[0].n_passing:
+                    passing_tokens = _fewest_passing(card, report, placement, filling.uses)
+                    spare_bytes = host_limit_bytes(report, limits) - host_need.total_bytes
+                    if passing_tokens is None or _passing_bytes(card, filling.uses) > spare_bytes:
+                        continue
+                    placement = msgspec.structs.replace(placement, passing_tokens=passing_tokens)
+                by_number = sorted(filling.uses, key=lambda use: use.ordinal)
+                needs = tuple(device_need(card, use, filling.sizes) for use in by_number)
+                yield GpuCandidate(placement, filling.uses, needs, host_need)
+
+
+def _fillings(
+    card: ModelCard,
+    caps: list[tuple[int, int]],
+    kv_type: KvType,
+    workload: Workload,
+    limits: Limits,
+    engine: str,
+) -> list[_Filling]:
+    """Every step size with which all layers fit; where none is, those that stand for a larger step or a layer more."""
+    sizes = ubatches(workload, limits)
+    filled = [found for size in sizes if (found := _filling(card, caps, kv_type, workload, size))]
+    whole = [filling for filling in filled if filling.is_whole]
+    if whole or engine != "native":
+        return whole or filled
+    kept: list[_Filling] = []
+    small = SMALL_UBATCHES if limits.ubatch_tokens is None else ()
+    for passes in (False, True):
+        most_layers = 0
+        for size in (sizes[0], *reversed(small)):
+            filling = _filling(card, caps, kv_type, workload, size, passes=passes)
+            if filling is not None and filling.n_layers > most_layers:
+                most_layers = filling.n_layers
+                kept.append(filling)
+    return kept
+
+
+def _filling(
+    card: ModelCard,
+    caps: list[tuple[int, int]],
+    kv_type: KvType,
+    workload: Workload,
+    ubatch: int,
+    *,
+    passes: bool = False,
+) -> _Filling | None:
+    """The whole model with room for one sequence's prefix beside those that run, or without; else what fits of it."""
+    found = None
+    for spare in (1, 0) if not passes else (0,):
+        sizes = StepSizes(
+            kv_type,
+            workload.context_length_tokens,
+            workload.concurrency,
+            workload.concurrency + spare,
+            ubatch,
+        )
+        uses = fill(card, caps, sizes, passes=passes)
+        found = _Filling(sizes, uses) if uses else None
+        if found is not None and found.is_whole:
+            return found
+    return found
 
 
 def ubatches(workload: Workload, limits: Limits) -> tuple[int, ...]:
@@ -256,32 +226,65 @@ def ubatches(workload: Workload, limits: Limits) -> tuple[int, ...]:
 def _placement(
     card: ModelCard,
     report: MachineReport,
-    workload: Workload,
     limits: Limits,
     engine: str,
-    uses: tuple[DeviceUse, ...],
-    kv_type: KvType,
-    ubatch: int,
-    threads: int,
+    filling: _Filling,
+    threads: tuple[int, int],
 ) -> Placement:
-    context, highest = workload.context_length_tokens, max(use.ordinal for use in uses)
+    """`threads`: of decode and of prefill."""
+    sizes, highest = filling.sizes, max(use.ordinal for use in filling.uses)
     caps = [0] * (highest + 1)
     for gpu in report.gpus:
         if gpu.ordinal <= highest:
             caps[gpu.ordinal] = cap_bytes(gpu, limits) // MIB
     return Placement(
         engine=engine,
-        assignments=assignments_of(uses, card.n_layers or 0),
-        context_length_tokens=context,
-        max_sequences=workload.concurrency,
-        kv_type=kv_type,
+        assignments=assignments_of(filling.uses, card.n_layers or 0),
+        context_length_tokens=sizes.context_length_tokens,
+        max_sequences=sizes.max_sequences,
+        kv_type=sizes.kv_type,
         load_mode=limits.load_mode or "packed",
         huge_pages=report.huge_pages and limits.load_mode != "mmap",
-        decode_threads=threads,
-        prefill_threads=threads,
-        ubatch_tokens=ubatch,
-        kv_budget_bytes=kv_bytes(card, kv_type, context, workload.concurrency + 1),
+        decode_threads=threads[0],
+        prefill_threads=threads[1],
+        ubatch_tokens=sizes.ubatch_tokens,
+        kv_budget_bytes=kv_bytes(card, sizes.kv_type, sizes.context_length_tokens, sizes.cached_sequences),
         gpu_memory_mib=tuple(caps),
+    )
+
+
+def _fewest_passing(
+    card: ModelCard, report: MachineReport, placement: Placement, uses: tuple[DeviceUse, ...]
+) -> int | None:
+    """From how many tokens on a step is faster when the CPU's layers pass through a GPU; None where no step is."""
+    brought_s = _bringing_s(card, report, uses)
+    part, work = _left_on_host(card, uses)
+    computed_s = predict_prefill_s(part, work, placement, report, placement.ubatch_tokens)
+    if brought_s is None or computed_s is None:
+        return None
+    tokens = math.ceil(brought_s / computed_s * placement.ubatch_tokens / 32) * 32
+    fewest = max(_FEWEST_PASSING_TOKENS, tokens)
+    return fewest if fewest <= placement.ubatch_tokens else None
+
+
+def _bringing_s(card: ModelCard, report: MachineReport, uses: tuple[DeviceUse, ...]) -> float | None:
+    """Seconds in which the weights of the CPU's layers pass through the first GPU."""
+    gpu = next(gpu for gpu in report.gpus if gpu.ordinal == uses[0].ordinal)
+    rate = gpu.copy_bytes_per_s("pinned in")
+    return None if rate is None else _passing_bytes(card, uses) / (_FEED_SHARE * rate)
+
+
+def _passing_bytes(card: ModelCard, uses: tuple[DeviceUse, ...]) -> int:
+    """Of the file, which the page cache has to keep."""
+    return sum(unit.bytes for unit in card.units if uses[0].lets_pass(unit))
+
+
+def _left_on_host(card: ModelCard, uses: tuple[DeviceUse, ...]) -> tuple[ModelCard, Work]:
+    """What the CPU's layers are as a model of their own, and their work."""
+    left = on_host(card, uses)
+    layers = sum(unit.kind == "attention" for unit in left)
+    return msgspec.structs.replace(card, n_layers=layers, kv_layers=card.kv_layers[:layers]), work_of(
+        card, left
     )
 
 
@@ -289,16 +292,14 @@ def on_host(card: ModelCard, uses: tuple[DeviceUse, ...]) -> list[Unit]:
     return [unit for unit in card.units if not any(use.holds(unit) for use in uses)]
 
 
-def _host_need(
-    card: ModelCard, placement: Placement, uses: tuple[DeviceUse, ...], n_layers: int
-) -> MemoryNeed:
+def _host_need(card: ModelCard, placement: Placement, uses: tuple[DeviceUse, ...]) -> MemoryNeed:
     """RAM: the process, the pinned buffers, and the layers that stay."""
     left = on_host(card, uses)
     layers = {unit.layer for unit in left if unit.layer >= 0}
-    share = len(layers) / max(1, n_layers)
+    share = len(layers) / max(1, card.n_layers or 0)
     residual = 4 * placement.ubatch_tokens * (card.n_embd or 4096)
     return MemoryNeed(
-        weights_bytes=int(1.03 * sum(tensor.bytes for tensor in _distinct(left))),
+        weights_bytes=int(1.03 * sum(tensor.bytes for tensor in distinct_tensors(left))),
         kv_bytes=int(placement.kv_budget_bytes * share),
         workspace_bytes=host_process_bytes() + 128 * MIB + 16 * residual,
     )
@@ -322,13 +323,10 @@ def predict_gpu(
         if one is None or many is None:
             return None
         decode_s, prefill_s = decode_s + one, prefill_s + many
-    left = on_host(card, candidate.uses)
-    if left:
-        layers = sum(unit.kind == "attention" for unit in left)
-        part = msgspec.structs.replace(card, n_layers=layers, kv_layers=card.kv_layers[:layers])
-        work = work_of(card, left)
+    if on_host(card, candidate.uses):
+        part, work = _left_on_host(card, candidate.uses)
         cpu_decode = predict_decode_s(part, work, candidate.placement, report, middle)
-        cpu_prefill = predict_prefill_s(part, work, candidate.placement, report, mix.prompt_tokens)
+        cpu_prefill = _left_prefill_s(card, candidate, report, mix.prompt_tokens)
         if cpu_decode is None or cpu_prefill is None:
             return None
         steps = math.ceil(mix.prompt_tokens / candidate.placement.ubatch_tokens)
@@ -339,12 +337,30 @@ def predict_gpu(
     return Prediction(decode_s, prefill_s, prefill_s + mix.output_tokens * decode_s)
 
 
+def _left_prefill_s(
+    card: ModelCard, candidate: GpuCandidate, report: MachineReport, prompt_tokens: int
+) -> float | None:
+    """Seconds that the CPU's layers add to a prompt, where they are computed."""
+    part, work = _left_on_host(card, candidate.uses)
+    placement = candidate.placement
+    if not placement.passing_tokens or prompt_tokens < placement.passing_tokens:
+        return predict_prefill_s(part, work, placement, report, prompt_tokens)
+    gpu = next(gpu for gpu in report.gpus if gpu.ordinal == candidate.uses[0].ordinal)
+    brought_s, computed_s = (
+        _bringing_s(card, report, candidate.uses),
+        _device_prefill_s(work, gpu, prompt_tokens),
+    )
+    if brought_s is None or computed_s is None:
+        return None
+    return max(math.ceil(prompt_tokens / placement.ubatch_tokens) * brought_s, computed_s)
+
+
 def _device_decode_s(
     card: ModelCard, work: Work, use: DeviceUse, gpu: GpuRates, kv_type: KvType, cached_tokens: int
 ) -> float | None:
     if gpu.read_bytes_per_s is None:
         return None
-    layers = use.end - use.first
+    layers = use.n_layers
     seconds = layers * _LAUNCHES_PER_LAYER * (gpu.graph_node_s or 1e-6)
     for type_name, count in work.decode_bytes.items():
         rate = gpu.kernel(type_name)

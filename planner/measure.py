@@ -10,45 +10,34 @@ trial that runs nevertheless when it ends is stopped `OVERTIME_S` later. Only th
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
 from configs.errors import EngineError, MeasureError, TrialTimeoutError
+from planner.budget import CONFIRMING_TRIALS, ROUNDS_PLANNED, Lengths, choose_lengths
+from planner.passages import Material
 from planner.pool import EnginePool
 from planner.progress import Reporter
-from planner.prompts import Material, Split
 from planner.search import Candidate
 from planner.statistics import Interval, paired_ratio
 from planner.trials import Clock, Timing, score_s, time_one
-from plans.plan import Rejected, RequestMix, Trial
+from plans.plan import Rejected, RequestMix, Split, Trial
 
 FEWEST_ROUNDS = 3
 FEWEST_TO_SETTLE = 2  # rounds, however clear the first one was
 MOST_ROUNDS = 40
-ROUNDS_PLANNED = 4  # cold, and three that make an interval
 CONFIRM_SHARE = 0.25  # of the budget, kept for the held-out prompts of the last two
 OVERTIME_S = 5.0
 TIE_RATIO = 1.015  # two candidates closer than this are equal for a user
-HOPELESS_COLD_RATIO = (
-    2.5  # slower than this in the first trial, page faults and all: looked at once more, warm
-)
+HOPELESS_COLD_RATIO = 2.5  # slower than this in the first trial, page faults and all: timed once more, warm
 HOPELESS_RATIOS = {1: 2.5, 2: 1.5}  # the same for warm rounds, while there are too few for an interval
 _TRIAL_LIMIT_RATIO = 4.0  # a trial is stopped at this multiple of the best one
 _SHORTEST_LIMIT_S = 20.0
 _FIRST_LIMIT_S = 300.0
 
-
-Stage = Literal["cold", "train", "heldout"]
-"""Which trials: the first of each engine, or the warm ones on prompts of a split."""
-
-
-class Lengths(msgspec.Struct, frozen=True):
-    """Tokens of a trial's prompt and output."""
-
-    prompt_tokens: int
-    output_tokens: int
+# which trials: the first of each engine, or warm ones by their prompts
+Phase = Literal["cold", "train", "heldout"]
 
 
 class MeasureTask(msgspec.Struct, frozen=True):
@@ -80,7 +69,7 @@ class _Race:
     ) -> None:
         self.task, self.material, self.pool = task, material, pool
         self.reporter, self.clock = reporter, clock
-        self.start_s = clock()
+        self._began_s = clock()
         self.alive: list[Candidate] = []
         self.trials: list[Trial] = []
         self.rejected: list[Rejected] = []
@@ -90,7 +79,7 @@ class _Race:
         self.start_cost_s: dict[str, float] = {}  # by candidate, of its last start
 
     def spent_s(self) -> float:
-        return self.clock() - self.start_s
+        return self.clock() - self._began_s
 
     def _limit_s(self) -> float:
         """Of a trial: a multiple of the best one, and little more than what is left of the budget."""
@@ -105,7 +94,7 @@ class _Race:
         seconds = score_s(
             last.prefill_tokens_per_s,
             last.decode_tokens_per_s,
-            RequestMix(self.lengths.prompt_tokens, self.lengths.output_tokens),
+            self.lengths.as_mix(),
         )
         start_s = 0.0 if self.pool.holds(candidate) else self.start_cost_s[candidate.label]
         return start_s + seconds * self.task.concurrency
@@ -133,7 +122,7 @@ class _Race:
     async def trial(self, candidate: Candidate, split: Split, number: int, cold: bool) -> Trial | None:
         """One trial; None when there is none: the engine failed, and the candidate is out with its words, or the
         budget ended, and it is out only if this was its first one."""
-        self.reporter.busy(f"round {number}: {candidate.label}")
+        self.reporter.busy(f"{_trial_name(split, number, cold)}: {candidate.label}")
         try:
             timing, prompt = await self._timed(candidate, split, number)
         except (EngineError, MeasureError) as error:
@@ -199,12 +188,9 @@ class _Race:
         """After the first trial its rates, and no longer the prediction, say how long trials may be."""
 
         def request_s(lengths: Lengths) -> float:
-            return (
-                lengths.prompt_tokens / trial.prefill_tokens_per_s
-                + lengths.output_tokens / trial.decode_tokens_per_s
-            )
+            return score_s(trial.prefill_tokens_per_s, trial.decode_tokens_per_s, lengths.as_mix())
 
-        n_trials = len(self.task.candidates) * ROUNDS_PLANNED + 2 * FEWEST_ROUNDS
+        n_trials = len(self.task.candidates) * ROUNDS_PLANNED + CONFIRMING_TRIALS
         start_s = self.spent_s() / 2  # what is not a trial: starting the other engines
         left_s = self.task.budget_s - self.spent_s() - start_s * (len(self.task.candidates) - 1)
         per_trial_s = max(0.02, left_s / n_trials)
@@ -214,26 +200,26 @@ class _Race:
         for candidate in self.random.sample(self.alive, len(self.alive)):
             await self.trial(candidate, split, number, cold=False)
 
-    def scores(self, label: str, stage: Stage) -> dict[int, float]:
+    def scores(self, label: str, phase: Phase) -> dict[int, float]:
         """Seconds by round."""
         return {
             trial.round: self.score(trial)
             for trial in self.trials
-            if trial.candidate == label and stage == ("cold" if trial.cold else trial.split)
+            if trial.candidate == label and phase == ("cold" if trial.cold else trial.split)
         }
 
-    def against(self, label: str, leader: str, stage: Stage) -> Interval | None:
+    def against(self, label: str, leader: str, phase: Phase) -> Interval | None:
         """How many times the leader's time a candidate takes, over the rounds that both ran."""
-        ours, theirs = self.scores(label, stage), self.scores(leader, stage)
+        ours, theirs = self.scores(label, phase), self.scores(leader, phase)
         rounds = sorted(ours.keys() & theirs.keys())
         if not rounds:
             return None
         return paired_ratio([ours[i] for i in rounds], [theirs[i] for i in rounds])
 
-    def ranking(self, *stages: Stage) -> list[Candidate]:
-        """Fastest first, by the first of `stages` that all candidates ran; ratios are against one of them."""
-        for stage in stages:
-            found = [(item, self.against(item.label, self.alive[0].label, stage)) for item in self.alive]
+    def ranking(self, *phases: Phase) -> list[Candidate]:
+        """Fastest first, by the first of `phases` that all candidates ran; ratios are against one of them."""
+        for phase in phases:
+            found = [(item, self.against(item.label, self.alive[0].label, phase)) for item in self.alive]
             rated = [(interval.ratio, item) for item, interval in found if interval is not None]
             if len(rated) == len(self.alive):
                 return [item for _, item in sorted(rated, key=lambda pair: pair[0])]
@@ -257,6 +243,12 @@ class _Race:
             if interval is not None and verdict == "slower" and len(self.alive) > 2:
                 await self._lost(candidate, leader, interval)
         return settled
+
+
+def _trial_name(split: Split, number: int, cold: bool) -> str:
+    if number == 0:
+        return "cold trial" if cold else "warm trial"
+    return f"{'held-out ' if split == 'heldout' else ''}round {number}"
 
 
 def judge(interval: Interval | None) -> Literal["slower", "equal", "open"]:
@@ -331,28 +323,3 @@ def _reasons(rejected: list[Rejected]) -> str:
     for item in rejected:
         by_reason.setdefault(item.reason, []).append(item.candidate)
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
-
-
-def choose_lengths(
-    mix: RequestMix, concurrency: int, trial_budget_s: float, request_s: Callable[[Lengths], float | None]
-) -> Lengths:
-    """The longest trial of the ladder that is predicted to fit into `trial_budget_s`; never longer than the mix."""
-    ladder = [
-        Lengths(512, 128),
-        Lengths(512, 64),
-        Lengths(256, 48),
-        Lengths(192, 32),
-        Lengths(128, 16),
-        Lengths(64, 12),
-        Lengths(32, 8),
-        Lengths(16, 4),
-    ]
-    fitting = [
-        Lengths(min(item.prompt_tokens, mix.prompt_tokens), min(item.output_tokens, mix.output_tokens))
-        for item in ladder
-    ]
-    for lengths in fitting:
-        seconds = request_s(lengths)
-        if seconds is not None and seconds * concurrency <= trial_budget_s:
-            return lengths
-    return fitting[-1] if request_s(fitting[-1]) is not None else fitting[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import Any
@@ -12,9 +13,12 @@ from configs.errors import PlacewrightError
 
 
 def emit(text: str) -> None:
-    """A result on stdout. Raises PlacewrightError where it can not be written; a reader that went is no error."""
+    """A result on stdout, with escapes for what its encoding lacks. A reader that went is no error.
+
+    Raises PlacewrightError where it can not be written.
+    """
     try:
-        print(text.rstrip("\n"), flush=True)
+        print(_encodable(text.rstrip("\n"), "backslashreplace"), flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -24,7 +28,16 @@ def emit(text: str) -> None:
 
 
 def emit_json(value: Any) -> None:
-    emit(msgspec.json.format(msgspec.json.encode(value)).decode())
+    """One document on stdout; characters that its encoding lacks become JSON's own escapes."""
+    document = msgspec.json.format(msgspec.json.encode(value)).decode()
+    emit(
+        document if _encodable(document, "ignore") == document else json.dumps(json.loads(document), indent=2)
+    )
+
+
+def _encodable(text: str, errors: str) -> str:
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, errors).decode(encoding)
 
 
 def say(text: str) -> None:

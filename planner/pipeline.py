@@ -14,24 +14,24 @@ import msgspec
 
 from configs.errors import ModelFileError, PlanError
 from configs.paths import usable_folder
+from planner.budget import MOST_FINALISTS, affordable_finalists, trial_lengths
 from planner.context import Context
 from planner.gpu import cap_bytes
 from planner.inspect import read_card
-from planner.measure import ROUNDS_PLANNED, Lengths, Measurement, MeasureTask, choose_lengths, measure
+from planner.measure import Measurement, MeasureTask, measure
 from planner.memory import host_limit_bytes
+from planner.passages import Material
 from planner.pool import EnginePool
 from planner.probe import unmeasured
-from planner.prompts import Material, PromptText, load_texts, texts_sha256
-from planner.search import Candidate, SearchResult, check_limits, request_s, search
+from planner.prompt_texts import PromptText, load_texts, texts_sha256
+from planner.search import SearchResult, check_limits, search
 from planner.select import Selection, select
 from planner.workload import PlanRequest, make_workload
 from plans.card import ModelCard
-from plans.key import NATIVE, make_key, verify_model
+from plans.key import make_key, verify_model
 from plans.machine import MachineReport
-from plans.placement import Placement
-from plans.plan import FORMAT_VERSION, Evidence, ModelIdentity, Plan, PlanKey, RequestMix, Workload
-
-MOST_FINALISTS = 8
+from plans.placement import NATIVE
+from plans.plan import FORMAT_VERSION, Evidence, ModelIdentity, Plan, PlanKey, Workload
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -160,43 +160,8 @@ def find(
 ) -> SearchResult:
     """The finalists: as many as the budget can repeat often enough to tell them apart."""
     widest = search(card, report, workload, request.limits, engines, MOST_FINALISTS)
-    most = affordable(widest.finalists[0], card, report, workload, request.budget_s)
+    most = affordable_finalists(widest.finalists[0], card, report, workload, request)
     return search(card, report, workload, request.limits, engines, most)
-
-
-def affordable(
-    best: Candidate, card: ModelCard, report: MachineReport, workload: Workload, budget_s: float
-) -> int:
-    """How many finalists fit into the budget at the trials of 256 and 48 tokens; without a prediction, four."""
-    seconds = request_s(best, card, report, workload.mix, RequestMix(256, 48))
-    if seconds is None:
-        return 4
-    one_s = seconds * workload.concurrency + 0.05
-    candidate_s = ROUNDS_PLANNED * one_s + start_s(card, best.placement)
-    return max(2, min(MOST_FINALISTS, int(0.8 * budget_s / candidate_s)))
-
-
-def start_s(card: ModelCard, placement: Placement) -> float:
-    """About how long an engine takes to start: packing weights in RAM, or copying them to a GPU, capturing graphs."""
-    if placement.gpu_ordinals:
-        return 2.0 + card.file_bytes / 15e9
-    return 0.7 + card.file_bytes / 1e9
-
-
-def trial_lengths(
-    card: ModelCard, report: MachineReport, workload: Workload, found: SearchResult, budget_s: float
-) -> Lengths:
-    best = found.finalists[0]
-
-    def trial_s(lengths: Lengths) -> float | None:
-        mix = RequestMix(lengths.prompt_tokens, lengths.output_tokens)
-        return request_s(best, card, report, workload.mix, mix)
-
-    starts_s = sum(start_s(card, item.placement) for item in found.finalists)
-    n_trials = len(found.finalists) * ROUNDS_PLANNED + 6
-    return choose_lengths(
-        workload.mix, workload.concurrency, max(0.05, (budget_s - starts_s) / n_trials), trial_s
-    )
 
 
 async def race(

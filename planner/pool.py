@@ -1,5 +1,4 @@
-"""Keeps as many candidates' engines running as memory allows, so that interleaved rounds do not reload
-models.
+"""Keeps as many candidates' engines running as memory allows, so that interleaved rounds do not reload models.
 
 An idle engine's threads are parked and cost nothing but memory; the one that was used longest ago is closed
 first.

@@ -1,5 +1,4 @@
-"""The machine's report: measured once by a job of the worker, kept as long as machine and kernels stay the
-same.
+"""The machine's report: measured once by a job of the worker, kept as long as machine and kernels stay the same.
 
 The job runs in a process of its own (`python -m worker.probe`), because only that may load the native
 library. Memory that is free changes by the minute, so that number is read anew each time.
@@ -24,7 +23,7 @@ from planner.bystanders import Bystanders, disturbance
 from planner.progress import Reporter
 from plans import host
 from plans.files import hash_file, write_atomically
-from plans.key import library_path, worker_folder
+from plans.library import library_path, worker_folder
 from plans.machine import REPORT_VERSION, Host, MachineReport
 
 TIMEOUT_S = 300.0
@@ -101,6 +100,11 @@ def _relay(stream: IO[str], reporter: Reporter, tail: list[str]) -> None:
         del tail[:-10]
 
 
+def _stop(process: subprocess.Popen[str], tail: list[str]) -> None:
+    tail.append(f"stopped, because it did not end within {TIMEOUT_S:g} s")
+    process.kill()
+
+
 def probe_command(folder: Path) -> list[str]:
     parent = ["--parent-pid", str(os.getpid())]
     return [sys.executable, "-P", "-m", "worker.probe", "--folder", str(folder), *parent]
@@ -121,7 +125,7 @@ def run_probe(reporter: Reporter) -> MachineReport:
         assert process.stderr is not None and process.stdout is not None
         relay = threading.Thread(target=_relay, args=(process.stderr, reporter, tail), daemon=True)
         relay.start()
-        timer = threading.Timer(TIMEOUT_S, process.kill)
+        timer = threading.Timer(TIMEOUT_S, _stop, args=(process, tail))
         timer.start()
         try:
             output = process.stdout.read()

@@ -99,11 +99,13 @@ def label_of(placement: Placement) -> str:
 
 
 def _gpu_label(placement: Placement) -> str:
-    """Such as `native gpu0 u2048 f16`, or `native gpu0 30 layers + cpu d16 u2048 f16`."""
+    """Such as `native gpu0 u2048 f16`, or `native gpu0 30 layers + cpu d16 p16 u2048 f16`."""
     where = " ".join(f"gpu{ordinal}" for ordinal in placement.gpu_ordinals)
-    if len(placement.assignments) > 1:
+    if any(item.device == "cpu" for item in placement.assignments):
         layers = sum(item.units.startswith("layer.") for item in placement.assignments)
-        where += f" {layers} layers + cpu d{placement.decode_threads}"
+        where += f" {layers} layers + cpu d{placement.decode_threads} p{placement.prefill_threads}"
+    if placement.passing_tokens:
+        where += f" passing {placement.passing_tokens}"
     return f"{placement.engine} {where} u{placement.ubatch_tokens} {placement.kv_type}"
 
 
@@ -233,7 +235,13 @@ def _twins(left: Placement, right: Placement, cores: int) -> bool:
 
 
 def _kind(placement: Placement) -> tuple[object, ...]:
-    return (placement.engine, placement.kv_type, placement.load_mode, placement.gpu_ordinals)
+    return (
+        placement.engine,
+        placement.kv_type,
+        placement.load_mode,
+        placement.gpu_ordinals,
+        placement.passing_tokens > 0,
+    )
 
 
 def _prune_equals(candidates: list[Candidate], cores: int, ledger: _Ledger) -> list[Candidate]:
@@ -269,6 +277,7 @@ def _axes(item: Candidate) -> tuple[tuple[object, ...], ...]:
     return (
         (engine,),
         (engine, placement.gpu_ordinals),
+        (engine, "passing", placement.passing_tokens > 0),
         (engine, placement.kv_type),
         (engine, "decode", placement.decode_threads),
         (engine, "ubatch", placement.ubatch_tokens),

@@ -16,9 +16,8 @@ from planner.statistics import Interval, median, paired_ratio
 from planner.trials import score_s
 from plans.plan import CandidateResult, Rejected, RequestMix, Trial
 
-MOST_TIE_RATIO = (
-    1.1  # slower than this by the middle of the interval, it wins no tie, however wide the interval
-)
+# What is slower than this at the middle of the interval wins no tie, however wide the interval.
+MOST_TIE_RATIO = 1.1
 
 
 class Selection(msgspec.Struct, frozen=True):
@@ -68,6 +67,16 @@ def _prefer(fast: Candidate, slow: Candidate, engines: tuple[str, ...], interval
     return slow.thrift < fast.thrift
 
 
+def _merit(winner: Candidate, loser: Candidate, engines: tuple[str, ...]) -> str:
+    """What decided a tie, in words."""
+    ours, theirs = winner.placement.engine, loser.placement.engine
+    if ours != theirs and engines.index(ours) < engines.index(theirs):
+        return f"engine {ours} was named first"
+    if ours == theirs and winner.thrift < loser.thrift:
+        return "it takes less of the machine"
+    return "it was the faster one at the middle of the interval"
+
+
 def _words(interval: Interval | None) -> str:
     if interval is None:
         return "no common round"
@@ -88,15 +97,14 @@ def select(
     if not others:
         because = "the only candidate left" + _cold_words(measurement, first)
         return Selection(first, because, results_of(candidates, measurement, first, mix), ())
-    interval = compare(measurement.trials, others[0].label, first.label, mix)
-    winner, loser, because = first, others[0], f"faster: {others[0].label} takes {_words(interval)}"
-    if _is_tie(interval) and _prefer(first, others[0], engines, interval):
-        winner, loser = others[0], first
-        because = f"as fast as {first.label} within the noise ({_words(interval)}), and it takes less of the machine"
-    elif _is_tie(interval):
-        because = (
-            f"as fast as {others[0].label} within the noise ({_words(interval)}), and it takes less or leads"
-        )
+    second = others[0]
+    interval = compare(measurement.trials, second.label, first.label, mix)
+    winner, loser, because = first, second, f"faster: {second.label} takes {_words(interval)}"
+    if _is_tie(interval):
+        if _prefer(first, second, engines, interval):
+            winner, loser = second, first
+        merit = _merit(winner, loser, engines)
+        because = f"as fast as {loser.label} within the noise ({_words(interval)}), and {merit}"
     lost = compare(measurement.trials, loser.label, winner.label, mix)
     because += _cold_words(measurement, winner)
     rejected = (Rejected(loser.label, "confirm", f"second of the last two: {_words(lost)}"),)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from configs.errors import MeasureError, TrialTimeoutError
-from planner.prompts import Passage
+from planner.passages import Passage
 from plans.plan import RequestMix
 from worker.engines.base import Engine
 from worker.protocol import Done, Generate, SamplingParams, TokenEvent

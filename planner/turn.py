@@ -10,6 +10,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 
+from configs.errors import SettingsError
 from configs.paths import cache_folder, usable_folder
 from planner.progress import Reporter
 
@@ -18,7 +19,10 @@ from planner.progress import Reporter
 def measuring_turn(reporter: Reporter) -> Iterator[None]:
     """Waits, and says so, while another Placewright of this user measures. Raises SettingsError without a cache."""
     file = usable_folder(cache_folder(), "XDG_CACHE_HOME") / "measuring.lock"
-    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:  # somebody else's file, where sudo ran once
+        raise SettingsError(f"can not open {file}: {error.strerror}; remove it") from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

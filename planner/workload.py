@@ -12,12 +12,12 @@ from typing import get_args
 import msgspec
 
 from configs.errors import PlanError
+from configs.settings import SMALLEST_CONTEXT_TOKENS
 from plans.card import ModelCard
 from plans.placement import KvType
 from plans.plan import Limits, RequestMix, Workload
 
 MIX = RequestMix(prompt_tokens=512, output_tokens=128)
-SMALLEST_CONTEXT_TOKENS = 64
 MOST_SEQUENCES = 256
 
 

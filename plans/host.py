@@ -1,12 +1,13 @@
 """Reads what this machine is from the kernel's own files, in milliseconds and without loading anything.
 
-`serve` checks a plan's machine with this, `probe` puts it at the head of its report. It measures nothing.
+`serve` checks a plan's machine with this, `probe` puts it at the head of its report. It measures no rates.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,13 @@ _KERNEL_FLAGS = frozenset(
     + ("avx512cd", "avx512_vnni", "avx512vbmi", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8")
     + ("amx_bf16", "asimd", "asimddp", "i8mm", "sve", "bf16")
 )
+# What each level of the native kernels asks of the CPU, the widest first; worker/cpu/isa.cpp decides by the same lists.
+_AVX2_FLAGS = frozenset(("avx2", "fma", "f16c", "bmi2"))
+_AVX512_FLAGS = _AVX2_FLAGS | {
+    *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni", "avx512vbmi", "avx512_bf16")
+}
+_LEVELS = (("avx512_vnni", _AVX512_FLAGS), ("avx2", _AVX2_FLAGS))
+HUGE_PAGES_FILE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _RAM_GRAIN_BYTES = 256 << 20  # firmware and kernel updates move the total by a few MiB
 
 
@@ -89,6 +97,28 @@ def read_cpu() -> Cpu:
         l3_bytes=_cache_bytes(3),
         numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
     )
+
+
+def kernel_level(flags: Iterable[str]) -> str | None:
+    """The level that the native kernels run at on a CPU with these flags; None where they can not run."""
+    return next((level for level, needed in _LEVELS if needed <= set(flags)), None)
+
+
+def missing_flags(flags: Iterable[str]) -> tuple[str, ...]:
+    """What a CPU lacks of the least that the native kernels need, sorted."""
+    return tuple(sorted(_AVX2_FLAGS - set(flags)))
+
+
+def huge_pages_mode() -> str | None:
+    """ "always", "madvise" or "never"; None where the kernel has no huge pages."""
+    text = read_text(HUGE_PAGES_FILE)
+    return None if text is None else text.partition("[")[2].partition("]")[0]
+
+
+def resident_bytes(pid: int | str = "self") -> int | None:
+    """What a process holds in memory; None where the kernel does not say."""
+    fields = (read_text(Path(f"/proc/{pid}/statm")) or "").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 1 else None
 
 
 def memory_bytes(field: str) -> int:

@@ -1,5 +1,4 @@
-"""The key of a plan: model files, machine, engine builds, workload and limits; and whether it still holds
-here.
+"""The key of a plan: model files, machine, engine builds, workload and limits; and whether it still holds here.
 
 `serve` calls `open_verified_plan`. Every mismatch comes with its reason and its remedy.
 """
@@ -7,8 +6,6 @@ here.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,12 +15,12 @@ from configs.errors import PlanError
 from configs.paths import cache_folder, plans_folder
 from plans import host
 from plans.files import HashCache, HashProgress, hash_file
+from plans.library import library_path, worker_folder
 from plans.machine import Host
+from plans.placement import NATIVE
 from plans.plan import EngineBuild, FileIdentity, Limits, Plan, PlanKey, Workload
 from plans.store import PlanStore
 
-NATIVE = "native"
-LIBRARY_NAME = "libplacewright_cpu.so"
 _SOURCE_SUFFIXES = (".cpp", ".h", ".c", ".cu", ".cuh")
 
 
@@ -33,32 +30,6 @@ class Mismatch(msgspec.Struct, frozen=True):
     what: str  # "model", "machine", "engine"
     reason: str
     remedy: str
-
-
-def worker_folder() -> Path:
-    """The `worker` package on disk, found without importing it (it would be the wrong direction).
-
-    An editable install has two places for it: the sources, and a folder that holds the compiled library alone.
-    """
-    spec = importlib.util.find_spec("worker")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def library_path(folder: Path | None = None) -> Path:
-    """Where the compiled library is or should be: beside its loader, else in the installed distribution.
-
-    With a `folder` (a worker package elsewhere) only that one counts.
-    """
-    beside = (folder or worker_folder()) / "cpu" / LIBRARY_NAME
-    if folder is not None or beside.is_file():
-        return beside
-    try:
-        distribution = importlib.metadata.distribution("placewright")
-    except importlib.metadata.PackageNotFoundError:
-        return beside
-    installed = Path(str(distribution.locate_file(f"worker/cpu/{LIBRARY_NAME}")))
-    return installed if installed.is_file() else beside
 
 
 def _hash_many(files: Iterable[Path], root: Path) -> str:

@@ -7,6 +7,7 @@ measured again without making a plan invalid.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -49,6 +50,11 @@ class ReadRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int
     huge_pages: bool
     bytes_per_s: float
+
+
+def best_read_bytes_per_s(rates: Iterable[ReadRate], threads: int) -> float | None:
+    """The best measured read rate with at most `threads` threads; None when nothing was measured."""
+    return max((rate.bytes_per_s for rate in rates if rate.threads <= threads), default=None)
 
 
 class PeakRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,14 +167,9 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: tuple[GpuRates, ...] = ()
     others_cpu_share: float | None = None  # of the usable CPUs, that other programs took meanwhile
 
-    def ram_bytes_per_s(self, threads: int, huge_pages: bool | None = None) -> float | None:
+    def ram_bytes_per_s(self, threads: int) -> float | None:
         """The best measured read rate with at most `threads` threads; None when nothing was measured."""
-        rates = [
-            rate.bytes_per_s
-            for rate in self.ram_read
-            if rate.threads <= threads and huge_pages in (None, rate.huge_pages)
-        ]
-        return max(rates, default=None)
+        return best_read_bytes_per_s(self.ram_read, threads)
 
     def kernel(self, type_name: str, form: str, threads: int) -> KernelRate | None:
         """The rates of a type at `threads` or, failing that, at the nearest smaller thread count measured."""

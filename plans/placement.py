@@ -13,6 +13,9 @@ import msgspec
 LoadMode = Literal["mmap", "packed"]
 KvType = Literal["f16", "q8_0"]
 
+NATIVE = "native"  # the name of our own engine
+PAGE_TOKENS = 32  # of the key/value cache, in every engine of ours (PW_PAGE_TOKENS of the kernels)
+
 
 class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Units whose name matches `units` (shell pattern) live in `tier` and compute on `device`. Last match wins."""
@@ -25,7 +28,7 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`load_mode`: "mmap" computes from the mapped file, "packed" copies the weights into the kernels' layout."""
 
-    engine: str  # "native", "llama-server", or the name of a configured engine
+    engine: str  # NATIVE, "llama-server", or the name of a configured engine
     assignments: tuple[Assignment, ...]
     context_length_tokens: int  # of one sequence, prompt plus output
     max_sequences: int
@@ -39,6 +42,9 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpus: tuple[int, ...] = ()  # threads are pinned to these; empty = not pinned
     spin_us: int = 2000  # how long an idle thread spins before it parks
     step_budget_ms: int = 150  # bound on a prefill chunk while other sequences decode
+    passing_tokens: int = (
+        0  # steps of at least so many compute the CPU's layers on a GPU, through which their weights pass
+    )
     gpu_memory_mib: tuple[int, ...] = ()  # cap per GPU by number, never exceeded; missing ones have none
 
     def gpu_cap_bytes(self, ordinal: int) -> int | None:

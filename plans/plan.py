@@ -1,5 +1,4 @@
-"""The plan: a placement, the evidence it was chosen on and the key it is valid for. Written once, never
-changed.
+"""The plan: a placement, the evidence it was chosen on and the key it is valid for. Written once, never changed.
 
 A plan file is TOML and its id is the beginning of the SHA-256 of the file's bytes, so `sha256sum FILE` checks
 it by hand and one changed byte is noticed. None is written by leaving the field out.
@@ -16,7 +15,7 @@ import tomli_w
 
 from configs.errors import PlanError
 from plans.machine import Host, ReadRate
-from plans.placement import KvType, Placement
+from plans.placement import KvType, LoadMode, Placement
 
 FORMAT_VERSION = 1
 ID_DIGITS = 20
@@ -63,7 +62,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     engines: tuple[str, ...] = ()
     threads: int | None = None
     ubatch_tokens: int | None = None
-    load_mode: Literal["mmap", "packed"] | None = None
+    load_mode: LoadMode | None = None
     gpu_memory_mib: int | None = None
     host_memory_mib: int | None = None
     host_memory_margin_mib: int = 1024  # left to the rest of the machine
@@ -97,16 +96,20 @@ class MemoryNeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return self.weights_bytes + self.kv_bytes + self.workspace_bytes + self.context_bytes
 
 
+Split = Literal[
+    "train", "heldout"
+]  # candidates race on the one half of the prompts, and are confirmed on the other
+
+
 class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One timed run of one prompt set. Times are the client's wall clock; the first token belongs to the
-    prefill.
+    """One timed run of one prompt set. Times are the client's wall clock; the first token belongs to the prefill.
 
     `forced`: the output ids were given, so every engine did the same work.
     """
 
     candidate: str
     round: int
-    split: Literal["train", "heldout"]
+    split: Split
     prompt: str
     prompt_tokens: int
     output_tokens: int
@@ -118,8 +121,7 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class CandidateResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A finalist. `score_s`: seconds that the stated request mix takes at its median rates; None if it
-    failed.
+    """A finalist. `score_s`: seconds that the stated request mix takes at its median rates; None if it failed.
 
     `ratio_to_best` with its interval compares paired trials: 1.10 means ten percent slower than the chosen
     one.
@@ -185,6 +187,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rejected: tuple[Rejected, ...] = ()
     gpu_memory: tuple[MemoryNeed, ...] = ()  # of each GPU in use, by ascending number
     id: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for parts that do not belong together; a file then reads as no plan."""
+        if self.placement.engine not in {build.name for build in self.key.engine_builds}:
+            raise ValueError(f"its key holds no build of its engine, {self.placement.engine}")
+        if len(self.gpu_memory) != len(self.placement.gpu_ordinals):
+            raise ValueError("it has other GPUs in its placement than in its memory")
 
     @property
     def engine_build(self) -> EngineBuild:

@@ -94,10 +94,17 @@ class PlanStore:
                 if time.time() - leftover.stat().st_mtime > _STALE_S:
                     leftover.unlink()
 
-    def _ids(self) -> list[str]:
-        if not self.folder.is_dir():
+    def _files(self) -> list[Path]:
+        """What is in the folder, sorted by name; nothing where there is none. Raises PlanError: it can not be read."""
+        try:
+            return sorted(self.folder.iterdir())
+        except FileNotFoundError:
             return []
-        return sorted(file.stem for file in self.folder.iterdir() if _PLAN_NAME.fullmatch(file.name))
+        except OSError as error:
+            raise PlanError(f"can not read the folder of plans {self.folder}: {error.strerror}") from error
+
+    def _ids(self) -> list[str]:
+        return [file.stem for file in self._files() if _PLAN_NAME.fullmatch(file.name)]
 
     def load(self, plan_id: str) -> Plan:
         """Raises PlanError when the file is gone, changed or unreadable."""
@@ -108,11 +115,12 @@ class PlanStore:
         return decode_plan(data, plan_id)
 
     def list(self) -> PlanListing:
-        """Every plan, newest first, and every file that claims to be one and is not."""
+        """Every plan, newest first, and every file that claims to be one and is not. Raises PlanError."""
         plans: list[Plan] = []
         damaged: list[DamagedPlan] = []
-        names = sorted(self.folder.glob("*.toml")) if self.folder.is_dir() else []
-        for file in names:
+        for file in self._files():
+            if file.suffix != ".toml":
+                continue
             if not _PLAN_NAME.fullmatch(file.name):
                 damaged.append(
                     DamagedPlan(file.name, f"not a plan's name ({ID_DIGITS} hex digits and .toml)")

@@ -11,6 +11,8 @@ from typing import Literal
 import msgspec
 
 UnitKind = Literal["embedding", "attention", "dense_ffn", "moe_ffn", "head"]
+Activation = Literal["silu", "gelu_tanh"]
+RopeStyle = Literal["interleaved", "half"]
 
 
 class TensorRef(msgspec.Struct, frozen=True):
@@ -57,7 +59,7 @@ class AttentionShape(msgspec.Struct, frozen=True, tag="attention"):
     n_kv_heads: int
     head_dim: int
     rope_dim: int
-    rope_style: Literal["interleaved", "half"]
+    rope_style: RopeStyle
     inverse_frequencies: tuple[float, ...]
     score_scale: float
     norm_eps: float
@@ -68,7 +70,7 @@ class AttentionShape(msgspec.Struct, frozen=True, tag="attention"):
 
 class FfnShape(msgspec.Struct, frozen=True, tag="ffn"):
     n_ff: int
-    activation: Literal["silu", "gelu_tanh"]
+    activation: Activation
     norm_eps: float
 
 
@@ -78,7 +80,7 @@ class MoeShape(msgspec.Struct, frozen=True, tag="moe"):
     n_experts: int
     n_experts_used: int
     n_ff_expert: int
-    activation: Literal["silu", "gelu_tanh"]
+    activation: Activation
     norm_eps: float
     gating: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True

@@ -43,7 +43,9 @@ def ask(url: str, question: str) -> str:
 
 
 def main() -> int:
-    plan_id, question = sys.argv[1:3]
+    if len(sys.argv) != 3:
+        raise SystemExit("usage: ask-once.py PLAN_ID QUESTION")
+    plan_id, question = sys.argv[1:]
     process, url = start(plan_id)
     try:
         print(ask(url, question))

@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from worker.cpu.library import Library, load_library
-from worker.cpu.matrix import Matrix
+from worker.cpu.matrix import FILL_BYTE, Matrix
 from worker.model.types import BY_NAME
 
 TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 SHAPES = ((1536, 576), (4864, 896))
 K_SHAPES = ((8960, 1536), (1536, 8960))
 PREFILL_MACS = 2e9  # multiply-adds of one timing
-FILL = 0x2A  # every byte: ordinary numbers in every format (f16 0x2a2a is 0.05)
 BANDWIDTH_BYTES = 1 << 30
 
 Row = dict[str, str | int | float]
@@ -72,7 +71,7 @@ def measure(library: Library, name: str, rows: int, cols: int, options: argparse
     type_id = BY_NAME[name].id
     packed_bytes = library.packed_bytes(type_id, rows, cols)
     experts = max(1, -(-options.stream_mib * 2**20 // packed_bytes))
-    file = np.full(library.file_bytes(type_id, rows, cols) * experts, FILL, np.uint8)
+    file = np.full(library.file_bytes(type_id, rows, cols) * experts, FILL_BYTE, np.uint8)
     matrix = Matrix(library, type_id, rows, cols, file, experts=experts)
     x = np.random.default_rng(1).standard_normal((options.tokens, cols), np.float32)
     row: Row = {"type": name, "rows": rows, "cols": cols, "isa": library.isa}

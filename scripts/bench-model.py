@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plans.placement import CPU_ONLY, Placement
 from worker.cpu.library import load_library
-from worker.ops.oplist import OpKind
+from worker.ops.oplist import MoeInts, OpKind
 from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch
 from worker.runtime.load import load_native
 from worker.runtime.step import NativeExecutor
@@ -86,7 +86,7 @@ def work_of(executor: NativeExecutor) -> tuple[int, int]:
     for op in oplist.ops:
         if op.kind not in (OpKind.LINEAR, OpKind.ROUTER, OpKind.MOE):
             continue
-        used = op.ints[1] if op.kind == OpKind.MOE else 1
+        used = MoeInts(*op.ints).n_used if op.kind == OpKind.MOE else 1
         is_head = op.layer < 0
         for index in op.weights:
             struct = structs[index]

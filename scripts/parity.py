@@ -28,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plans.placement import CPU_ONLY, Placement
 from scripts.llama_logits import KNOWN_NATS, SPAN_TOKENS, Block, Floats, LlamaLogits, LlamaPerplexity
-from worker.model.describe import describe_file
+from worker.model import archs
 from worker.model.gguf import open_model
 from worker.model.tokenizer import load_tokenizer
 from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.lower import lower
-from worker.ops.reference import ReferenceExecutor
-from worker.runtime.load import load_native, reference_weights
+from worker.ops.reference import ReferenceExecutor, reference_weights
+from worker.runtime.load import load_native
 
 LLAMA = "llama.cpp"
 VARIANTS = {
@@ -160,7 +160,7 @@ def native_run(options: argparse.Namespace) -> Run:
 def reference_run(options: argparse.Namespace) -> Run:
     file = open_model(options.model)
     n_pages = options.context // PAGE_TOKENS + 1
-    return ReferenceExecutor(lower(describe_file(file).units), reference_weights(file), n_pages).run
+    return ReferenceExecutor(lower(archs.units(file)), reference_weights(file), n_pages).run
 
 
 def log_softmax(logits: Floats) -> Floats:

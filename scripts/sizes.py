@@ -15,6 +15,16 @@ PYTHON_FOLDERS = ["configs", "plans", "planner", "worker", "server", "scripts"]
 NATIVE_SUFFIXES = {".cpp", ".h", ".cu", ".cuh"}
 
 
+def python_files(folder: Path) -> list[Path]:
+    """Modules, and commands without a suffix whose first line names Python."""
+    commands = [p for p in folder.glob("*") if p.is_file() and not p.suffix]
+    return sorted([*folder.rglob("*.py"), *(p for p in commands if "python" in first_line(p))])
+
+
+def first_line(path: Path) -> str:
+    return path.read_text().partition("\n")[0]
+
+
 def function_lines(path: Path) -> list[tuple[int, str]]:
     tree = ast.parse(path.read_text())
     nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -22,9 +32,10 @@ def function_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def main() -> int:
-    python = [p for folder in PYTHON_FOLDERS for p in sorted((ROOT / folder).rglob("*.py"))]
+    python = [p for folder in PYTHON_FOLDERS for p in python_files(ROOT / folder)]
     native = [p for p in sorted((ROOT / "worker").rglob("*")) if p.suffix in NATIVE_SUFFIXES]
-    files = {p: len(p.read_text().splitlines()) for p in python + native}
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    files = {p: len(p.read_text().splitlines()) for p in python + native + tests}
     functions = sorted(entry for p in python for entry in function_lines(p))
     lengths = [length for length, _ in functions]
     p90 = lengths[int(len(lengths) * 0.9)]

@@ -14,6 +14,7 @@ from server.errors import ClientGone
 from server.supervise import Supervisor
 
 PARALLEL_TOKENIZING = 2  # of /tokenize and /detokenize: prompts must always find a thread and a core
+PARALLEL_CHATS = 2  # rendered and tokenized: slow templates, one at a time, must not hold all threads
 
 
 class Admission:
@@ -24,6 +25,7 @@ class Admission:
         self._settings = settings
         self.n_admitted = 0
         self.tokenizing = asyncio.Semaphore(PARALLEL_TOKENIZING)
+        self.rendering = asyncio.Semaphore(PARALLEL_CHATS)
 
     @property
     def n_parallel(self) -> int | None:

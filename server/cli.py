@@ -10,11 +10,13 @@ from typing import Annotated
 
 import typer
 
+from configs.errors import SettingsError
 from configs.settings import ServeSettings, Settings, load_settings
+from plans.key import open_verified_plan
 from plans.plan import Plan
 from server.app import build_app
-from server.load import ModelGuard, engine_factory, load_text, model_info, open_plan
-from server.serve import Stop, bind, run_server, url_of
+from server.load import ModelGuard, engine_factory, load_text, model_info
+from server.serve import Stop, allow_many_connections, bind, run_server, url_of
 from server.supervise import Supervisor
 
 _DEFAULTS = ServeSettings()
@@ -35,13 +37,19 @@ def serve_command(
         ),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", help="Clients must send this key. Default: none is asked for.")
+        str | None,
+        typer.Option(
+            "--api-key",
+            help="Clients must send this key. Others see it in `ps`; in the settings it stays private. "
+            "Default: none is asked for, or the settings'.",
+        ),
     ] = None,
 ) -> None:
     """Serve a plan over HTTP, compatible with OpenAI's API."""
     settings = _with_flags(load_settings(), host, port, api_key)
-    plan = open_plan(plan_id)
+    plan = open_verified_plan(plan_id)
     log_to_stderr()
+    allow_many_connections()
     listener = bind(settings.serve.host, settings.serve.port)
     _warn_if_open(settings)
     asyncio.run(serve_plan(plan, settings, listener))
@@ -83,6 +91,10 @@ def mount(app: typer.Typer) -> None:
 
 
 def _with_flags(settings: Settings, host: str | None, port: int | None, api_key: str | None) -> Settings:
+    if api_key == "":
+        raise SettingsError(
+            "--api-key is empty, which would let everybody in; give a key or leave the flag out"
+        )
     given = {"host": host, "port": port, "api_key": api_key}
     update = {name: value for name, value in given.items() if value is not None}
     return settings.model_copy(update={"serve": settings.serve.model_copy(update=update)})

@@ -1,6 +1,6 @@
-"""From a plan id to what the server runs on: the checked plan, its engine, its model's text side.
+"""From a checked plan to what the server runs on: its engine and its model's text side.
 
-The only page of `server` that knows plans and model files.
+The only page of `server` that reads model files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from configs.errors import EngineStartError
 from configs.paths import logs_folder, usable_folder
 from configs.settings import Settings
 from plans.files import stamp_of
-from plans.key import open_verified_plan, verify_model
+from plans.key import verify_model
 from plans.plan import Plan
 from server.model_info import ModelInfo
 from server.text import Text, Tokenizer
@@ -34,7 +34,6 @@ class PlainCodec:
     """The tokenizer as engines want it that are other servers: what they wrote, to ids and back."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.n_vocab = tokenizer.n_vocab
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -73,11 +72,6 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
         return stamp_of(path.stat())
     except OSError:
         return None
-
-
-def open_plan(plan_id: str) -> Plan:
-    """The plan, which holds here and now. Raises PlanError with reasons and remedies where it does not."""
-    return open_verified_plan(plan_id)
 
 
 def engine_factory(plan: Plan, settings: Settings, text: Text) -> Callable[[], Engine]:

@@ -18,7 +18,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
     context_length_tokens: int
     n_vocab: int
     architecture: str | None = None
-    n_parameters: int | None = None
     file_bytes: int | None = None
 
     @property
@@ -36,7 +35,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
             "meta": {
                 "n_ctx": self.context_length_tokens,
                 "n_vocab": self.n_vocab,
-                "n_params": self.n_parameters,
                 "size": self.file_bytes,
                 "architecture": self.architecture,
                 "plan_id": self.plan_id,

@@ -16,6 +16,8 @@ from server.schema import ChatRequest, CompletionRequest, SamplingFields
 from server.service import Service
 from worker.protocol import Generate, SamplingParams
 
+SMALLEST_TOP_P = 1e-6  # keeps one token; engines compute in single precision, where less may be zero
+
 
 class Terms(NamedTuple):
     """Where the two APIs call the same thing by other names."""
@@ -30,7 +32,8 @@ async def prepare_chat(service: Service, request: ChatRequest) -> Job:
     """Raises RequestError for anything that cannot be served as asked."""
     check_chat(request)
     _check(service, request)
-    prompt_ids = await asyncio.to_thread(_chat_ids, service, request)
+    async with service.admission.rendering:
+        prompt_ids = await asyncio.to_thread(_chat_ids, service, request)
     max_tokens = request.max_completion_tokens or request.max_tokens
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     return _make_job(service, request, prompt_ids, Terms("chatcmpl", "messages", max_tokens, top_logprobs))
@@ -104,7 +107,7 @@ def _sampling(request: SamplingFields, service: Service, top_logprobs: int | Non
     return SamplingParams(
         temperature=chosen("temperature"),
         top_k=min(max(0, chosen("top_k")), service.model.n_vocab),  # more than there are is no limit
-        top_p=chosen("top_p"),
+        top_p=max(chosen("top_p"), SMALLEST_TOP_P),
         min_p=chosen("min_p"),
         repeat_penalty=chosen("repeat_penalty"),
         presence_penalty=request.presence_penalty or 0.0,

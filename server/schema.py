@@ -38,10 +38,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: PositiveNumber | None = None
     stop: StopString | StopStrings | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0: the likeliest token only
     top_k: Annotated[int, Meta(ge=-1)] | None = None  # 0 and -1: no limit
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: int | None = None

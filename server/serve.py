@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from server.supervise import Supervisor
 logger = logging.getLogger("placewright.server")
 
 IDLE_CONNECTION_S = 6  # longer than most clients keep theirs; hypercorn holds on to closed ones for as long
+ENOUGH_FILES = 65_536
+ACCEPT_REMINDER_S = 10.0
 CLOSE_S = 3.0  # for last bytes after the last request
 
 
@@ -66,6 +69,30 @@ class Stop:
             asyncio.get_running_loop().add_signal_handler(number, self.ask)
 
 
+def allow_many_connections() -> None:
+    """As many open files as this user may have, within reason: the usual 1,024 are soon full of connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH_FILES if most == resource.RLIM_INFINITY else min(most, ENOUGH_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+class AcceptWatch:
+    """Says once in a while that no connection can be accepted; asyncio would write a traceback for every retry."""
+
+    def __init__(self) -> None:
+        self._said_at = -ACCEPT_REMINDER_S
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if "_start_serving" in context.get("message", ""):
+            return  # one of asyncio's many retries, which comes when the socket is closed
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif loop.time() - self._said_at >= ACCEPT_REMINDER_S:
+            self._said_at = loop.time()
+            logger.error("new connections wait: %s; raise the limit (ulimit -n)", error.strerror)
+
+
 async def run_server(
     supervisor: Supervisor,
     app: Starlette,
@@ -78,6 +105,7 @@ async def run_server(
 
     Raises EngineStartError with the engine's last words where it could not be kept alive.
     """
+    asyncio.get_running_loop().set_exception_handler(AcceptWatch())
     close = asyncio.Event()
     config = _hypercorn_config(listener, settings)
     serving = asyncio.create_task(hypercorn_serve(cast(Any, app), config, shutdown_trigger=close.wait))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -80,4 +81,4 @@ class ServerStats:
 
 
 def _median(values: list[float]) -> float | None:
-    return round(sorted(values)[len(values) // 2], 3) if values else None
+    return round(statistics.median(values), 3) if values else None

@@ -14,7 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Literal
 
-from configs.errors import EngineDiedError, EngineStartError, PlacewrightError, RequestFailedError
+from configs.errors import EngineDiedError, PlacewrightError, RequestFailedError
 from configs.settings import WorkerSettings
 from server.errors import unavailable
 from worker.engines.base import Engine, EngineInfo
@@ -210,31 +210,33 @@ class Supervisor:
 
     async def _one_life(self) -> float | None:
         """From start to death of one engine; returns for how long it was ready, None if it never was."""
-        self._engine = self._new_engine()
         self._served = False
+        engine: Engine | None = None
         try:
             try:
+                self._engine = engine = self._new_engine()
                 await asyncio.to_thread(self._check)
-                self.info = await self._engine.start(self._note_progress)
+                self.info = await engine.start(self._note_progress)
             except Exception as error:
                 self._note_failure(error)
                 return None
             ready_at = time.monotonic()
             await self._set_state("ready")
-            while self._engine.alive():
+            while engine.alive():
                 await asyncio.sleep(POLL_S)
             self._note_failure(EngineDiedError("the engine died"))
             return time.monotonic() - ready_at
         finally:
             self._fail_runs(EngineDiedError("the engine died"))
-            await self._engine.close()
+            if engine is not None:
+                await engine.close()
 
     def _note_progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
         self.loading = (phase, done_bytes, total_bytes)
 
     def _note_failure(self, error: Exception) -> None:
         self.last_error = str(error) or type(error).__name__
-        expected = isinstance(error, (EngineStartError, EngineDiedError))
+        expected = isinstance(error, PlacewrightError)
         logger.error("engine: %s", self.last_error, exc_info=None if expected else error)
 
 

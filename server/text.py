@@ -49,7 +49,7 @@ class StopMatcher(Protocol):
 
 class ChatTemplate(Protocol):
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **extra: Any
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **extra: Any
     ) -> str:
         """Raises RequestError where the template refuses the conversation."""
         ...

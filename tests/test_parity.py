@@ -13,12 +13,11 @@ import pytest
 from scripts import parity
 from scripts.llama_logits import KNOWN_NATS, Block, LlamaLogits, LlamaPerplexity
 from tests.tiny import write_model
-from worker.model.describe import describe_file
+from worker.model import archs
 from worker.model.gguf import open_model
 from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.lower import lower
-from worker.ops.reference import ReferenceExecutor
-from worker.runtime.load import reference_weights
+from worker.ops.reference import ReferenceExecutor, reference_weights
 
 N_CONTEXT, N_CHUNKS, BOS_ID = 256, 2, 3
 RESOLUTION_NATS = KNOWN_NATS / 65535
@@ -97,7 +96,7 @@ def exact_answer(model: Path, token_ids: np.ndarray) -> list[np.ndarray]:
     """Log probabilities of the second half of each chunk, each chunk behind a BOS as llama.cpp computes it."""
     file = open_model(model)
     pages = list(range(N_CONTEXT // PAGE_TOKENS))
-    executor = ReferenceExecutor(lower(describe_file(file).units), reference_weights(file), len(pages))
+    executor = ReferenceExecutor(lower(archs.units(file)), reference_weights(file), len(pages))
     answers = []
     for ids in token_ids:
         fed = [file.metadata.integer("tokenizer.ggml.bos_token_id"), *ids[1:-1].tolist()]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib.metadata
 import logging
 import os
 import signal
@@ -18,10 +17,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from configs.parent import die_with_parent
+from configs.version import placewright_version
+from plans.host import kernel_level, read_cpu
 from plans.placement import Placement
-from worker.runtime.executor import Executor, ExecutorFactory, ProgressCallback
+from worker.protocol import ProgressCallback
+from worker.runtime.executor import Executor, ExecutorFactory
 from worker.runtime.pipes import Stop
-from worker.runtime.serve import Worker, WorkerOptions
+from worker.runtime.serve import STALL_LIMIT_S, Worker, WorkerOptions
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
@@ -32,7 +34,8 @@ def main(arguments: list[str] | None = None, factory: ExecutorFactory | None = N
     die_with_parent(options.parent_pid)
     stdin, stdout = _take_pipes(options.log_file)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # before any thread: all of them inherit it
-    worker_options = WorkerOptions(_isa(), _version(), options.stall_limit_s)
+    isa = kernel_level(read_cpu().flags) or "unsupported"  # the kernels themselves are not loaded yet
+    worker_options = WorkerOptions(isa, placewright_version(), options.stall_limit_s)
     worker = Worker(factory or load_model, os.fdopen(stdin, "rb"), stdout, worker_options)
     threading.Thread(target=_stop_on_signal, args=(worker.stop,), name="signals", daemon=True).start()
     code = worker.run()
@@ -56,7 +59,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     serve.add_argument(
         "--stall-limit-s",
         type=float,
-        default=60.0,
+        default=STALL_LIMIT_S,
         help="leave pings unanswered after so long without progress",
     )
     return parser.parse_args(arguments)
@@ -84,25 +87,6 @@ def _take_pipes(log_file: Path | None) -> tuple[int, int]:
 def _stop_on_signal(stop: Stop) -> None:
     while True:
         stop.request(f"signal {signal.Signals(signal.sigwait(STOP_SIGNALS)).name}")
-
-
-def _isa() -> str:
-    """The widest instruction set that the kernels may use here, from what the kernel reports of the CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return "unknown"
-    flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
-    if {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"} <= flags:
-        return "avx512_vnni"
-    return "avx2" if {"avx2", "fma"} <= flags else "unsupported"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("placewright")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from configs.settings import load_settings
 from planner import flags
 from planner.bench.common import RaceResult, SideSummary
 from planner.bench.run import RaceTask, race, settings_margin_bytes
+from planner.budget import Lengths
 from planner.context import encoder_of
 from planner.engines import builds_of, make_factory
-from planner.measure import Lengths
 from planner.output import emit, emit_json
 from planner.progress import make_reporter
 from planner.statistics import Interval

@@ -11,7 +11,7 @@ from planner.memory import KV_BYTES_PER_ELEMENT
 from planner.statistics import Interval, bootstrap_ratio, median, spread
 from planner.trials import Timing
 from plans.card import ModelCard
-from plans.machine import ReadRate
+from plans.machine import ReadRate, best_read_bytes_per_s
 from plans.placement import Placement
 from worker.engines.base import EngineInfo
 
@@ -59,10 +59,6 @@ def decode_bytes_per_token(card: ModelCard, placement: Placement, cached_tokens:
     return sum(work_of(card).decode_bytes.values()) + kv
 
 
-def ram_rate(rates: Sequence[ReadRate], threads: int) -> float | None:
-    return max((rate.bytes_per_s for rate in rates if rate.threads <= threads), default=None)
-
-
 def summarize(
     name: str,
     placement: Placement,
@@ -73,7 +69,7 @@ def summarize(
 ) -> SideSummary:
     """Medians of one side. Numbers that can not be known are None."""
     decode = median([timing.decode_tokens_per_s for timing in timings])
-    rate = None if placement.gpu_ordinals else ram_rate(rates, placement.decode_threads)
+    rate = None if placement.gpu_ordinals else best_read_bytes_per_s(rates, placement.decode_threads)
     moved = None
     if decode is not None and card.units:
         middle = timings[0].prompt_tokens + timings[0].output_tokens / 2

@@ -1,5 +1,4 @@
-"""`bench run`: a plan against a tuned baseline engine, on the same file and the same token ids, round by
-round.
+"""`bench run`: a plan against a tuned baseline engine, on the same file and the same token ids, round by round.
 
 Both sides run in every round on the same passage, in random order; the baseline's threads are tuned first,
 the plan's were tuned when it was made. Ratios are of pairs, so what disturbs the machine disturbs both.
@@ -16,20 +15,23 @@ import msgspec
 from configs.errors import EngineError, MeasureError
 from configs.settings import Settings
 from planner.bench.common import RaceResult, speedup, summarize
+from planner.budget import Lengths
 from planner.inspect import read_card
-from planner.measure import HOPELESS_COLD_RATIO, Lengths
+from planner.measure import HOPELESS_COLD_RATIO
 from planner.memory import predict_memory
+from planner.passages import Encode, Material
 from planner.pool import EngineFactory, EnginePool
 from planner.progress import Reporter
-from planner.prompts import Encode, Material, load_texts
+from planner.prompt_texts import load_texts
 from planner.search import Candidate, label_of
 from planner.trials import Clock, Timing, score_s, time_one
 from plans.card import ModelCard
-from plans.placement import Placement
+from plans.placement import Assignment, Placement
 from plans.plan import Plan
 
 _TRIAL_LIMIT_S = 600.0
 _TUNING_TRIALS = 2
+_LONGEST_TUNING = Lengths(256, 48)  # of a trial: which threads are best shows in fewer tokens than a race has
 _UBATCHES = (512, 2048)  # of a baseline: what is best on CPUs, and what most GPUs want
 
 
@@ -84,6 +86,8 @@ def baseline_placements(task: RaceTask) -> list[Placement]:
         huge_pages=False,
         ubatch_tokens=_UBATCHES[0],
         cpus=(),
+        assignments=stayed(task.plan.placement),
+        passing_tokens=0,
     )
     if is_wholly_on_gpus(base):
         sizes = _UBATCHES if task.tune else _UBATCHES[:1]
@@ -96,6 +100,16 @@ def baseline_placements(task: RaceTask) -> list[Placement]:
         for decode in tried
         if decode <= prefill
     ]
+
+
+def stayed(placement: Placement) -> tuple[Assignment, ...]:
+    """Where layers pass through a GPU, its room for one of them holds one more that stays."""
+    if not placement.passing_tokens:
+        return placement.assignments
+    placed = {item.units: item for item in placement.assignments if item.units.startswith("layer.")}
+    first = min(placed, key=lambda units: int(units.split(".")[1]))
+    before = f"layer.{int(first.split('.')[1]) - 1}.*"
+    return (*placement.assignments, msgspec.structs.replace(placed[first], units=before))
 
 
 def is_wholly_on_gpus(placement: Placement) -> bool:
@@ -115,10 +129,10 @@ class _Bench:
         self.task, self.card, self.material = task, card, material
         self.pool, self.reporter, self.clock = pool, reporter, clock
 
-    async def trial(self, side: Candidate, number: int) -> Timing:
+    async def trial(self, side: Candidate, number: int, lengths: Lengths | None = None) -> Timing:
         """Raises EngineError or MeasureError: a race with one side is none."""
         engine, _ = await self.pool.get(side)
-        lengths = self.task.lengths
+        lengths = lengths or self.task.lengths
         passage = self.material.passage("heldout", number, lengths.prompt_tokens, lengths.output_tokens)
         return await time_one(engine, [passage], self.clock, _TRIAL_LIMIT_S)
 
@@ -146,7 +160,12 @@ class _Bench:
         return best, tuple(words)
 
     async def _seconds(self, choice: Candidate, number: int) -> float:
-        timing = await self.trial(choice, number)
+        lengths, longest = self.task.lengths, _LONGEST_TUNING
+        shorter = Lengths(
+            min(lengths.prompt_tokens, longest.prompt_tokens),
+            min(lengths.output_tokens, longest.output_tokens),
+        )
+        timing = await self.trial(choice, number, shorter)
         return score_s(timing.prefill_tokens_per_s, timing.decode_tokens_per_s, self.task.plan.workload.mix)
 
     async def paired(self, ours: Candidate, theirs: Candidate) -> tuple[list[Timing], list[Timing]]:

@@ -37,6 +37,13 @@ def test_only_regular_files_are_read(path: str) -> None:
     assert "Errno" not in reason_of(caught.value)
 
 
+def test_what_is_no_text_is_told_in_plain_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"ab\xff")
+    with pytest.raises(UnicodeDecodeError) as caught:
+        read_text_file(tmp_path / "file")
+    assert reason_of(caught.value) == "byte 2 is not UTF-8 text"
+
+
 def test_a_full_disk_is_told_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = os.statvfs_result((4096, 4096, 1000, 10, 10, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: full)

@@ -49,6 +49,10 @@ def test_values_override_defaults(tmp_path: Path) -> None:
         ("[plan]\nengines = []\n", ["plan.engines", "at least 1"]),
         ("[plan]\nengines = [1]\n", ["plan.engines.0"]),
         ("[plan]\ntuning_budget_s = inf\n", ["plan.tuning_budget_s", "finite"]),
+        ("[plan]\ncontext_length_tokens = 63\n", ["plan.context_length_tokens", "64"]),
+        ("[serve]\napi_key = ''\n", ["serve.api_key", "at least 1"]),
+        ("[engines.native]\nkind = 'openai'\n", ["engines.native", "is not native"]),
+        ("[engines.'a,b']\nkind = 'openai'\n", ["engines.a,b", "letters"]),
         ("[serve\n", ["cannot read", "placewright.toml"]),
     ],
 )

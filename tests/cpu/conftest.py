@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from configs.errors import EngineStartError
-from worker.cpu.library import Library, Team, load_library
+from worker.cpu.handles import Team
+from worker.cpu.library import Library, load_library
 
 _SEED = int(os.environ.get("PLACEWRIGHT_TEST_SEED") or np.random.SeedSequence().entropy % 2**32)  # type: ignore[operator]
 

@@ -12,9 +12,10 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from tests.cpu.quant_data import dequantize, random_weights
-from worker.cpu.batch import StepBatch
-from worker.cpu.library import KvCache, Library, Step, Team
+from worker.cpu.handles import KvCache, Step, Team
+from worker.cpu.library import Library
 from worker.cpu.lowered import lowered_structs
+from worker.cpu.step_arrays import StepArrays
 from worker.cpu.structs import KvType, WeightStruct
 from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.oplist import Buffer, KvLayer, Op, OpKind, OpList, Weight
@@ -114,7 +115,7 @@ class Case:
 
 def batch_of(
     sequences: list[tuple[list[int], int, list[int]]], outputs: list[int] | None = None
-) -> tuple[Batch, StepBatch]:
+) -> tuple[Batch, StepArrays]:
     """The same batch for both executors, from (token ids, first position, page ids) of each sequence.
 
     `outputs` are rows of the batch; all where it is None.
@@ -135,9 +136,9 @@ def batch_of(
     return batch, native_batch(batch)
 
 
-def native_batch(batch: Batch) -> StepBatch:
+def native_batch(batch: Batch) -> StepArrays:
     n_tokens, n_sequences, n_outputs = len(batch.token_ids), len(batch.page_tables), len(batch.output_rows)
-    native = StepBatch(n_tokens, n_sequences, max(n_outputs, 1), batch.page_tables.shape[1])
+    native = StepArrays(n_tokens, n_sequences, max(n_outputs, 1), batch.page_tables.shape[1])
     native.struct.n_tokens, native.struct.n_sequences = n_tokens, n_sequences
     native.struct.n_outputs = n_outputs
     for name in ("token_ids", "positions", "sequence_first", "page_tables"):

@@ -9,7 +9,8 @@ import pytest
 
 from configs.errors import EngineError
 from tests.cpu.steps import Case, batch_of, pages_for
-from worker.cpu.library import KvCache, Library, Step, Team
+from worker.cpu.handles import KvCache, Step, Team
+from worker.cpu.library import Library
 from worker.cpu.structs import KvType
 from worker.ops.batch import PAGE_TOKENS
 from worker.ops.oplist import KvLayer, OpKind

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from configs.errors import EngineError, EngineStartError, RequestFailedError
+from plans import host
 from tests.cpu.steps import Case, batch_of
 from worker.cpu import structs
-from worker.cpu.batch import StepBatch
-from worker.cpu.library import Library, Team, load_library
+from worker.cpu.handles import Team
+from worker.cpu.library import Library, load_library
+from worker.cpu.step_arrays import StepArrays
 from worker.ops.oplist import KvLayer, Op, OpKind
 
 
@@ -46,6 +48,11 @@ def test_version_and_struct_sizes_are_checked(library: Library, monkeypatch: pyt
     ):
         patch.setitem(structs.STRUCTS, "pw_op", Longer)
         load_library(library.path)
+
+
+def test_the_level_is_the_one_that_the_cpus_flags_say(library: Library) -> None:
+    """The worker says hello, and doctor looks, before the library is loaded."""
+    assert host.kernel_level(host.read_cpu().flags) == library.isa
 
 
 def test_levels_types_and_sizes(library: Library) -> None:
@@ -175,14 +182,14 @@ def test_steps_without_what_they_need_are_refused(
         case.step(team, case.kv(2))
 
 
-def _set(name: str, index: int | tuple[int, int], value: int) -> Callable[[StepBatch], None]:
-    def change(batch: StepBatch) -> None:
+def _set(name: str, index: int | tuple[int, int], value: int) -> Callable[[StepArrays], None]:
+    def change(batch: StepArrays) -> None:
         getattr(batch, name)[index] = value
 
     return change
 
 
-def _set_struct(name: str, value: int | None) -> Callable[[StepBatch], None]:
+def _set_struct(name: str, value: int | None) -> Callable[[StepArrays], None]:
     return lambda batch: setattr(batch.struct, name, value)
 
 
@@ -208,7 +215,7 @@ def _set_struct(name: str, value: int | None) -> Callable[[StepBatch], None]:
     ],
 )
 def test_batches_out_of_bounds_are_refused(
-    library: Library, team: Team, rng: np.random.Generator, change: Callable[[StepBatch], None], words: str
+    library: Library, team: Team, rng: np.random.Generator, change: Callable[[StepArrays], None], words: str
 ) -> None:
     case = layer(library, rng)
     step = case.step(team, case.kv(2))

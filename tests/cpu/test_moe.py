@@ -9,7 +9,8 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from tests.cpu.steps import Case, batch_of
-from worker.cpu.library import Library, Team
+from worker.cpu.handles import Team
+from worker.cpu.library import Library
 from worker.ops.oplist import OpKind
 
 N_EMBD, N_FF, N_EXPERTS = 64, 96, 8

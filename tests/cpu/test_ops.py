@@ -9,7 +9,8 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from tests.cpu.steps import Case, batch_of
-from worker.cpu.library import Library, Team
+from worker.cpu.handles import Team
+from worker.cpu.library import Library
 from worker.ops.oplist import OpKind
 
 
@@ -77,7 +78,7 @@ def test_rms_norm(
 
 @pytest.mark.parametrize("activation", [0, 1])
 @pytest.mark.parametrize("width", [7, 48, 100])
-def test_glu(
+def test_glu_is_the_activated_gate_times_up(
     library: Library, level: str, team: Team, rng: np.random.Generator, width: int, activation: int
 ) -> None:
     case = Case(library, rng)

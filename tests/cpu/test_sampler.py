@@ -7,8 +7,9 @@ import pytest
 
 from configs.errors import RequestFailedError
 from tests.cpu.steps import Case, batch_of
-from worker.cpu.batch import StepBatch
-from worker.cpu.library import Library, Step, Team
+from worker.cpu.handles import Step, Team
+from worker.cpu.library import Library
+from worker.cpu.step_arrays import StepArrays
 from worker.cpu.structs import MAX_TOP, SampledStruct
 from worker.ops.oplist import OpKind
 
@@ -25,7 +26,7 @@ class Sampling:
         case.add(OpKind.SAMPLE, inputs=(chosen,), ints=(n_vocab,))
         self.case = case
         self.step: Step = case.step(team, max_tokens=n_rows, max_outputs=n_rows)
-        self.batch: StepBatch = batch_of([(list(range(n_rows)), 0, [0] * (n_rows // 32 + 1))])[1]
+        self.batch: StepArrays = batch_of([(list(range(n_rows)), 0, [0] * (n_rows // 32 + 1))])[1]
 
     def set(self, **settings: float) -> None:
         for sampler in self.batch.samplers:

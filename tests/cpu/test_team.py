@@ -10,7 +10,8 @@ import pytest
 
 from configs.errors import EngineError, RequestFailedError
 from tests.cpu.steps import Case, batch_of
-from worker.cpu.library import Library, Team
+from worker.cpu.handles import Team
+from worker.cpu.library import Library
 from worker.ops.oplist import OpKind
 
 
@@ -152,7 +153,7 @@ def test_more_threads_than_the_team_are_refused(
         library.team_create(0)
 
 
-def test_measuring(library: Library, level: str, team: Team) -> None:
+def test_measured_rates_are_possible_ones(library: Library, level: str, team: Team) -> None:
     memory = library.arena(8 << 20)
     memory.view()[:] = 1
     assert 1e8 < library.read_bandwidth(team, 2, memory) < 1e13

@@ -11,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans.placement import GPU_ONLY, Assignment, Placement
-from worker.model.describe import describe_file
+from worker.model import archs
 from worker.model.gguf import open_model
 from worker.ops.batch import Batch
 from worker.ops.lower import lower
-from worker.ops.reference import ReferenceExecutor
+from worker.ops.reference import ReferenceExecutor, reference_weights
 from worker.runtime.executor import CancelFlag, Output, SampledToken, Sampler, SequencePart, StepBatch
 from worker.runtime.gpu_executor import GpuExecutor
-from worker.runtime.load import reference_weights
 from worker.runtime.load_gpu import load_gpu
 
 GREEDY = Sampler(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0)
@@ -67,7 +66,7 @@ def load(path: Path, place: Placement | None = None, **factories: Any) -> GpuExe
 
 def reference_logits(path: Path, batches: list[Batch], n_pages: int = 16) -> list[NDArray[np.float32]]:
     file = open_model(path)
-    executor = ReferenceExecutor(lower(describe_file(file).units), reference_weights(file), n_pages)
+    executor = ReferenceExecutor(lower(archs.units(file)), reference_weights(file), n_pages)
     return [executor.run(batch) for batch in batches]
 
 

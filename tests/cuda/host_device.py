@@ -54,6 +54,7 @@ class HostDevice:
     log: list[str] = field(default_factory=list)
     graph_launches: int = 0
     peak_bytes: int = 0
+    pinned: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._allocations: dict[int, NDArray[np.uint8]] = {}
@@ -85,6 +86,12 @@ class HostDevice:
 
     def host_buffer(self, size_bytes: int) -> _HostBuffer:
         return _HostBuffer(size_bytes)
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        self.pinned[address] = size_bytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
 
     def feed(self, plan: FeedPlan) -> _HostFeed:
         return _HostFeed(self, plan)
@@ -131,6 +138,7 @@ class HostDevice:
 
     def close(self) -> None:
         assert not self._allocations, "device memory was not given back"
+        assert not self.pinned, "memory of the host is still pinned"
 
 
 @dataclass

@@ -15,6 +15,7 @@ from tests.cuda.host_device import HostDevice, copy, view
 from worker.cuda.device import Device
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.kv_cache import KvLayerArrays
+from worker.cuda.kv_pages import HostLayer, PageList, Side
 from worker.cuda.sampler import SAMPLED, SAMPLER
 from worker.cuda.sampling import SamplingBuffers
 from worker.cuda.values import Rows, RowTable, StepShape
@@ -267,6 +268,22 @@ class NumpyKernels(KernelSet):
                     target[row] += _rows(weights, n_tokens)[row, slot] * (down[expert] @ hidden)
 
         self._submit(("moe", shape.n_tokens, stacks[0].experts, ids.width), work)
+
+    def move_pages(self, host: HostLayer, layer: KvLayerArrays, pages: PageList, to: Side) -> None:
+        """f16 alone: the CPU has keys as [head_dim, PAGE_TOKENS], and both of a head's page in one block."""
+        heads, dim = host.n_kv_heads, host.head_dim
+
+        def work() -> None:
+            for page in view(pages.address, (pages.count,), np.int32).tolist():
+                for head in range(heads):
+                    block = host.address + head * host.head_bytes + page * 4 * PAGE_TOKENS * dim
+                    keys = view(block, (dim, PAGE_TOKENS), np.float16).T
+                    values = view(block + 2 * PAGE_TOKENS * dim, (PAGE_TOKENS, dim), np.float16)
+                    for far, base in ((keys, layer.keys), (values, layer.values)):
+                        near = _page(base, page, heads, dim)[head]
+                        (far if to == "host" else near)[:] = near if to == "host" else far
+
+        self._submit(("move_pages", pages.count, to), work)
 
     def fold_router(self, *_: object) -> None:
         return None

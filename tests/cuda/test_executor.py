@@ -25,7 +25,7 @@ from tests.cuda.executors import (
 from tests.cuda.host_device import HostDevice
 from tests.cuda.numpy_kernels import NumpyKernels, numpy_kernels
 from worker.cpu.library import library_path
-from worker.model.describe import describe_file
+from worker.model import archs
 from worker.model.gguf import open_model
 from worker.ops.batch import Batch
 from worker.ops.lower import lower
@@ -199,7 +199,7 @@ def test_a_layer_split_in_itself_is_refused(model: Path) -> None:
 
 
 def test_sections_renumber_what_they_use(model: Path) -> None:
-    units = describe_file(open_model(model)).units
+    units = archs.units(open_model(model))
     oplist = lower(units)
     sections = cut(oplist, units, placement(SPLIT))
     assert [section.device for section in sections] == ["gpu0", "cpu", "gpu0"]

@@ -9,14 +9,14 @@ import pytest
 
 from tests.cuda.executors import synthetic_model
 from worker.cuda.fusion import dense_networks, folded_norms, folded_routers
-from worker.model.describe import describe_file
+from worker.model import archs
 from worker.model.gguf import open_model
 from worker.ops.lower import lower
 from worker.ops.oplist import Buffer, Op, OpKind, OpList
 
 
 def lowered(folder: Path, shape: str) -> OpList:
-    return lower(describe_file(open_model(synthetic_model(folder, shape))).units)
+    return lower(archs.units(open_model(synthetic_model(folder, shape))))
 
 
 def test_every_norm_of_a_dense_model_is_folded(tmp_path: Path) -> None:

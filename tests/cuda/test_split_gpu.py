@@ -1,5 +1,5 @@
-"""A model larger than its cap on a real device: the planner leaves half of the layers to the CPU, and the logits stay
-what the CPU alone and the GPU alone give.
+"""A model larger than its cap on a real device: the planner leaves half of the layers to the CPU or to another device,
+and the logits stay what the CPU alone and the GPU alone give.
 
 Tolerance: as in test_executor_gpu.py; both sides round activations to 8 bits, each in its own places.
 """
@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from planner.gpu import MIB, DeviceUse, assignments_of, device_need, fill
+from planner.gpu import assignments_of, fill
+from planner.gpu_memory import MIB, DeviceUse, StepSizes, device_need
 from planner.inspect import read_card
 from plans.placement import CPU_ONLY, GPU_ONLY, Placement
 from tests.cuda.executors import load, placement, prompt, relative_error, synthetic_model
@@ -22,6 +23,7 @@ from worker.cpu.library import library_path
 from worker.cuda.device import gpu_absence
 from worker.ops.batch import Batch
 from worker.runtime.gpu_executor import GpuExecutor
+from worker.runtime.gpu_passing import PassingSection
 from worker.runtime.gpu_sections import CpuSection, GpuSection
 from worker.runtime.load import load_native
 
@@ -59,14 +61,34 @@ def sized(**changes: Any) -> Placement:
     return placement(**(sizes | changes))
 
 
-def half_on_the_cpu(path: Path) -> Placement:
-    """What the planner makes of a cap that holds the last two of four layers and the head."""
-    card, sizes = read_card(path), ("f16", CONTEXT_TOKENS, SEQUENCES, UBATCH_TOKENS)
-    half = DeviceUse(0, N_LAYERS // 2, N_LAYERS, False, True)
-    cap_mib = -(-device_need(card, half, *sizes).total_bytes // MIB)  # type: ignore[arg-type]
-    uses = fill(card, [(0, cap_mib * MIB)], *sizes)  # type: ignore[arg-type]
-    assert uses == (half,), "one layer more would need more than a MiB"
-    return sized(assignments=assignments_of(uses, N_LAYERS), gpu_memory_mib=(cap_mib,))
+SIZES = StepSizes("f16", CONTEXT_TOKENS, SEQUENCES, SEQUENCES + 1, UBATCH_TOKENS)
+
+
+def half_on_the_cpu(path: Path, passing_tokens: int) -> Placement:
+    """What the planner makes of a cap that holds the last two of four layers and the head; where others pass, of what
+    that is predicted to take, though so small a model as a whole takes less.
+    """
+    card, n_passing = read_card(path), N_LAYERS // 2 if passing_tokens else 0
+    half = DeviceUse(0, N_LAYERS // 2, N_LAYERS, False, True, n_passing)
+    cap_mib = -(-device_need(card, half, SIZES).total_bytes // MIB)
+    if not passing_tokens:
+        uses = fill(card, [(0, cap_mib * MIB)], SIZES)
+        assert uses == (half,), "one layer more would need more than a MiB"
+    assignments = assignments_of((half,), N_LAYERS)
+    return sized(assignments=assignments, gpu_memory_mib=(cap_mib,), passing_tokens=passing_tokens)
+
+
+def half_on_another(path: Path) -> Placement:
+    """What the planner makes of two cards of which none holds more than half."""
+    card = read_card(path)
+    halves = (
+        DeviceUse(1, 0, N_LAYERS // 2, True, False),
+        DeviceUse(0, N_LAYERS // 2, N_LAYERS, False, True),
+    )
+    cap_mib = max(-(-device_need(card, half, SIZES).total_bytes // MIB) for half in halves)
+    uses = fill(card, [(ordinal, cap_mib * MIB) for ordinal in (0, 1)], SIZES)
+    assert uses == halves
+    return sized(assignments=assignments_of(uses, N_LAYERS), gpu_memory_mib=(cap_mib, cap_mib))
 
 
 def logits_of(run: Callable[[Batch], NDArray[np.float32]]) -> Logits:
@@ -81,11 +103,14 @@ def close_to(actual: Logits, expected: Logits, what: str) -> None:
     assert max(errors) < TOLERANCE, f"{what}: relative errors {errors}"
 
 
-def test_a_model_above_its_cap_runs_half_on_the_cpu(model: Path) -> None:
-    place = half_on_the_cpu(model)
+@pytest.mark.parametrize("passing_tokens", [0, 16])
+def test_a_model_above_its_cap_runs_half_on_the_cpu(model: Path, passing_tokens: int) -> None:
+    """Its two chunks of a prompt are large enough to pass."""
+    place = half_on_the_cpu(model, passing_tokens)
     split = load(model, place)
     assert isinstance(split, GpuExecutor)
-    assert [type(section) for section in split.sections] == [CpuSection, GpuSection]
+    cpu = PassingSection if passing_tokens else CpuSection
+    assert [type(section) for section in split.sections] == [cpu, GpuSection]
     assert split.models[0].memory.total_bytes <= place.gpu_memory_mib[0] * MIB
     actual = logits_of(split.logits)
     split.close()
@@ -95,3 +120,24 @@ def test_a_model_above_its_cap_runs_half_on_the_cpu(model: Path) -> None:
     alone = load_native(model, sized(assignments=CPU_ONLY), max_outputs=UBATCH_TOKENS)
     close_to(actual, logits_of(alone.logits), "against all on the CPU")
     alone.close()
+
+
+def n_gpus() -> int:
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
+def test_a_model_above_one_card_runs_on_two(model: Path) -> None:
+    if n_gpus() < 2:
+        pytest.skip("one GPU")
+    place = half_on_another(model)
+    split = load(model, place)
+    assert [section.model.device.ordinal for section in split.sections] == [1, 0]  # type: ignore[attr-defined]
+    for part, cap_mib in zip(split.models, place.gpu_memory_mib, strict=True):
+        assert part.memory.total_bytes <= cap_mib * MIB
+    actual = logits_of(split.logits)
+    split.close()
+    whole = load(model, sized(assignments=GPU_ONLY))
+    close_to(actual, logits_of(whole.logits), "against all on one GPU")
+    whole.close()

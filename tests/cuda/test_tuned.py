@@ -9,7 +9,7 @@ import pytest
 
 from tests.cuda.executors import synthetic_model
 from worker.cuda.tuned import Settings, apply_settings, load_settings, store_settings, tuned_file
-from worker.model.describe import describe_file
+from worker.model import archs
 from worker.model.gguf import open_model
 from worker.ops.lower import lower
 from worker.ops.oplist import OpList
@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def oplist_of(folder: Path, shape: str) -> OpList:
-    return lower(describe_file(open_model(synthetic_model(folder, shape))).units)
+    return lower(archs.units(open_model(synthetic_model(folder, shape))))
 
 
 def test_settings_are_found_again(tmp_path: Path) -> None:

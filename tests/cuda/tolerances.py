@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from tests.cuda.executors import relative_error
 from worker.cuda.linear import needs_codes
-from worker.model.describe import describe_file
+from worker.model import archs
 from worker.model.gguf import open_model
 from worker.ops import reference
 from worker.ops.batch import Batch
 from worker.ops.lower import lower
 from worker.ops.oplist import Op, OpKind
-from worker.runtime.load import reference_weights
+from worker.ops.reference import reference_weights
 
 Float32Array = NDArray[np.float32]
 PRODUCTS = (OpKind.LINEAR, OpKind.MOE)
@@ -54,7 +54,7 @@ class RoundingReference(reference.ReferenceExecutor):
 
     def __init__(self, path: Path, n_pages: int) -> None:
         file = open_model(path)
-        super().__init__(lower(describe_file(file).units), reference_weights(file), n_pages)
+        super().__init__(lower(archs.units(file)), reference_weights(file), n_pages)
         self.keys = [keys.astype(np.float16) for keys in self.keys]  # type: ignore[misc]
         self.values = [values.astype(np.float16) for values in self.values]  # type: ignore[misc]
         self._uses_codes = False

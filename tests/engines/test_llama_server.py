@@ -52,7 +52,7 @@ def request(prompt: list[int], max_tokens: int = 4, **rest: object) -> Generate:
     return Generate("r", prompt, max_tokens, **({"sampling": GREEDY} | rest))  # type: ignore[arg-type]
 
 
-def test_life(program: Path, tmp_path: Path) -> None:
+def test_it_starts_answers_and_is_gone_after_close(program: Path, tmp_path: Path) -> None:
     async def main() -> None:
         made = engine(program, tmp_path / "m.gguf")
         seen: list[tuple[str, int, int]] = []
@@ -75,7 +75,7 @@ def test_life(program: Path, tmp_path: Path) -> None:
     run(main())
 
 
-def test_answers(program: Path, tmp_path: Path) -> None:
+def test_stop_ids_and_log_probabilities_come_back(program: Path, tmp_path: Path) -> None:
     async def main() -> None:
         made = engine(program, tmp_path / "m.gguf")
         await made.start()

@@ -39,7 +39,7 @@ def test_known_names(name: str, kind: type) -> None:
     assert type(engine) is kind and not engine.alive()
 
 
-def test_names() -> None:
+def test_the_two_built_in_names_come_first() -> None:
     assert engine_names(SETTINGS) == ("native", "llama-server", "far", "mine", "broken")
 
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from configs.errors import EngineDiedError, EngineStartError
-from worker.engines.base import Engine, EngineInfo, ProgressCallback
-from worker.protocol import Done, Generate, Scored, Timings, TokenEvent
+from worker.engines.base import Engine, EngineInfo
+from worker.protocol import Done, Generate, ProgressCallback, Scored, Timings, TokenEvent
 
 CONTEXT_LENGTH_TOKENS = 512
 MAX_SEQUENCES = 4
@@ -129,6 +129,7 @@ class FakeFarm:
         self.die_at_token: int | None = None
         self.fail_with: Exception | None = None
         self.n_start_failures = 0
+        self.before_new: Callable[[], None] = lambda: None  # what it raises, making an engine raises
         self.engines: list[FakeEngine] = []
         self.seen: list[Generate] = []
         self.active: set[str] = set()
@@ -138,5 +139,6 @@ class FakeFarm:
         self.tells_times_of_cancelled = True
 
     def new_engine(self) -> FakeEngine:
+        self.before_new()
         self.engines.append(FakeEngine(self))
         return self.engines[-1]

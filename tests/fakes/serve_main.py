@@ -24,7 +24,7 @@ def main() -> None:
     farm.token_s = 0.01
     info = ModelInfo("tiny", PLAN.id, 1_700_000_000, CONTEXT_LENGTH_TOKENS, N_VOCAB)
     fakes: dict[str, Any] = {
-        "open_plan": lambda plan_id: PLAN,
+        "open_verified_plan": lambda plan_id: PLAN,
         "load_text": lambda plan: fake_text(),
         "engine_factory": lambda plan, settings, text: farm.new_engine,
         "model_info": lambda plan, text: info,

@@ -48,7 +48,7 @@ def failure(template: ChatTemplate, messages: list[dict[str, Any]] = HELLO) -> s
     return str(raised.value)
 
 
-def test_chatml(make: Maker) -> None:
+def test_chatml_renders_a_conversation(make: Maker) -> None:
     template = make(CHATML)
     messages = [{"role": "developer", "content": 'Be <brief> & "kind"'}, *HELLO]
     shown = '<|im_start|>system\nBe <brief> & "kind"<|im_end|>\n\n<|im_start|>user\nhello<|im_end|>\n\n'
@@ -178,6 +178,11 @@ def test_context_that_is_no_json(make: Maker) -> None:
         make("x").render(HELLO, extra=nested)
     with pytest.raises(RequestError, match="JSON"):
         make("x").render(HELLO, extra=object())
+
+
+def test_values_of_a_client_may_have_any_name(make: Maker) -> None:
+    source = "{{ messages[0].content }} {{ source }}"
+    assert make(source).render(HELLO, **{"self": 1, "messages": 2, "source": 3, "a b": 4}) == "hello 3"
 
 
 def test_load_from_metadata() -> None:

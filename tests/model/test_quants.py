@@ -65,6 +65,8 @@ def test_stack_of_matrices_keeps_its_axes() -> None:
         ("Q4_K", 72, (128,), "blocks of 256"),
     ],
 )
-def test_refusals(kind: str, size: int, shape: tuple[int, ...], words: str) -> None:
+def test_a_type_or_size_that_can_not_be_is_refused(
+    kind: str, size: int, shape: tuple[int, ...], words: str
+) -> None:
     with pytest.raises(ModelFileError, match=words):
         quants.dequantize(kind, np.zeros(size, np.uint8), shape)

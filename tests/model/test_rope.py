@@ -26,7 +26,7 @@ def test_plain_and_factors() -> None:
 
 
 @pytest.mark.parametrize("keys", [{"scaling_type": "linear", "scaling_factor": 4.0}, {"scale_linear": 4.0}])
-def test_linear(keys: dict[str, MetadataValue]) -> None:
+def test_linear_scaling_divides_every_frequency(keys: dict[str, MetadataValue]) -> None:
     found = rope.from_metadata(metadata(**keys), "m", 8)
     assert found.inverse_frequencies == pytest.approx([10000 ** (-i / 4) / 4 for i in range(4)])
 
@@ -66,7 +66,7 @@ def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones() -> None:
         ({"scaling_factor": -2.0}, "scaling.factor = -2.0"),
     ],
 )
-def test_refusals(keys: dict[str, MetadataValue], words: str) -> None:
+def test_scaling_that_is_not_known_is_refused(keys: dict[str, MetadataValue], words: str) -> None:
     with pytest.raises(ModelFileError, match=words):
         rope.from_metadata(metadata(**keys), "m", 8)
 

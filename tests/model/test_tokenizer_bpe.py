@@ -81,7 +81,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("pre", sorted(CUTS))
-def test_cuts(pre: str) -> None:
+def test_each_rule_cuts_words_its_own_way(pre: str) -> None:
     text, expected = CUTS[pre]
     assert [piece for piece, _ in RULES[pre].build().pre_tokenize_str(text)] == expected
 

@@ -42,7 +42,7 @@ def folder_of(variable: str) -> Path:
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_vocabulary(name: str) -> None:
+def test_a_vocabulary_gives_the_ids_of_llama_cpp(name: str) -> None:
     path = folder_of("PLACEWRIGHT_FIXTURES") / "vocabularies" / f"ggml-vocab-{name}.gguf"
     tokenizer = load_tokenizer(open_model(path).metadata)
     texts = Path(f"{path}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")[:-1]

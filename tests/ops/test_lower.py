@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from worker.model.describe import describe
+from worker.model import archs
+from worker.model.gguf import open_model
 from worker.ops.lower import lower
-from worker.ops.oplist import OpKind, OpList
+from worker.ops.oplist import AttentionInts, OpKind, OpList
 
 
 def _lowered(folder: Path, arch: str, **options: object) -> OpList:
-    return lower(describe(tiny.write_model(folder, arch, **options)).units)
+    return lower(archs.units(open_model(tiny.write_model(folder, arch, **options))))
 
 
 @pytest.mark.parametrize("arch", tiny.ARCHITECTURES)
@@ -31,7 +32,7 @@ def test_one_attention_and_one_cache_a_layer(tmp_path: Path, arch: str) -> None:
     kinds = Counter(op.kind for op in oplist.ops)
     assert kinds[OpKind.ATTENTION] == kinds[OpKind.ROPE_STORE] == len(oplist.kv_layers) == 3
     assert kinds[OpKind.MOE] == kinds[OpKind.ROUTER] == (3 if arch == "qwen3moe" else 0)
-    layers = [op.ints[5] for op in oplist.ops if op.kind == OpKind.ATTENTION]
+    layers = [AttentionInts(*op.ints).kv_layer for op in oplist.ops if op.kind == OpKind.ATTENTION]
     assert layers == [0, 1, 2]
 
 

@@ -12,13 +12,13 @@ from configs.errors import MeasureError, UserError
 from planner.bench import common, run
 from planner.bench.cli import check_threads, fitting, race_text
 from planner.bench.run import RaceTask
-from planner.measure import Lengths
+from planner.budget import Lengths
 from planner.progress import Reporter
-from plans.machine import ReadRate
-from plans.placement import GPU_ONLY, Placement
+from plans.machine import ReadRate, best_read_bytes_per_s
+from plans.placement import CPU_ONLY, GPU_ONLY, Assignment, Placement
 from plans.plan import MemoryNeed, Plan
 from tests.planner.fakes import EngineFarm, card, encode, placement, texts
-from tests.plans.samples import sample_plan
+from tests.plans.samples import TWO_BUILDS, sample_plan
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +118,21 @@ def test_a_side_that_fails_ends_the_race_with_its_words(trouble: str) -> None:
     assert len(farm.closed) == len(farm.started)
 
 
-def test_a_plan_on_the_baseline_itself_is_refused() -> None:
+def test_the_baseline_fills_the_room_that_layers_pass_through() -> None:
+    split = (*CPU_ONLY, *(Assignment(f"layer.{layer}.*", "gpu0", "gpu0") for layer in (9, 10, 11)))
     plan = sample_plan()
+    for passing_tokens, first in ((0, 9), (64, 8)):
+        place = placement(assignments=split, passing_tokens=passing_tokens)
+        split_plan = msgspec.structs.replace(plan, placement=place, gpu_memory=(MemoryNeed(0, 0, 0),))
+        task = RaceTask(split_plan, "llama-server", Lengths(128, 16), 3)
+        for theirs in run.baseline_placements(task):
+            on_gpu = {item.units for item in theirs.assignments if item.device == "gpu0"}
+            assert on_gpu == {f"layer.{layer}.*" for layer in range(first, 12)}
+            assert theirs.passing_tokens == 0
+
+
+def test_a_plan_on_the_baseline_itself_is_refused() -> None:
+    plan = sample_plan(builds=TWO_BUILDS)
     same = placement(
         engine="llama-server", load_mode="mmap", huge_pages=False, decode_threads=4, prefill_threads=4
     )
@@ -148,10 +161,10 @@ def test_the_table_names_both_sides() -> None:
     assert "plan: native" in text and "baseline: llama-server" in text and "pairs" in text
 
 
-def test_ram_rate_is_the_best_up_to_the_threads() -> None:
+def test_the_read_rate_is_the_best_up_to_the_threads() -> None:
     rates = [ReadRate(1, True, 10.0), ReadRate(2, False, 15.0), ReadRate(4, True, 30.0)]
-    assert [common.ram_rate(rates, threads) for threads in (1, 3, 8)] == [10.0, 15.0, 30.0]
-    assert common.ram_rate([], 4) is None
+    assert [best_read_bytes_per_s(rates, threads) for threads in (1, 3, 8)] == [10.0, 15.0, 30.0]
+    assert best_read_bytes_per_s([], 4) is None
 
 
 def test_lengths_must_fit_the_plan() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from planner import cli
 from planner.engines import EngineOffer
 from planner.pipeline import Outcome
 from planner.workload import PlanRequest
+from plans.plan import FileIdentity, Limits
+from plans.show import CANDIDATE_KEY
 from plans.store import PlanStore
 from tests.planner.fakes import card
 from tests.plans.samples import sample_plan
@@ -100,10 +103,32 @@ def test_plans_and_show(folders: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert placewright.run(["show", saved.id[:6], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["placement"]["engine"] == "native"
     assert placewright.run(["show", saved.id[:6]]) == 0
-    assert saved.id in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert saved.id in output and "/models/fake.gguf" in output and CANDIDATE_KEY in output
     assert placewright.run(["plans"]) == 0
     output = capsys.readouterr().out
-    assert saved.id[:12] in output and "damaged: junk.toml" in output
+    assert f"{saved.id[:12]} fake native" in " ".join(output.split()) and "damaged: junk.toml" in output
+
+
+def test_names_that_the_terminal_can_not_show_are_escaped(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PlanStore(folders).save(
+        sample_plan(files=(FileIdentity("/models/m\u00e8\U0001f600.gguf", 10, "ab" * 32),))
+    )
+    for command, shown in (
+        (["plans"], r"m\xe8\U0001f600"),
+        (["plans", "--json"], r"m\u00e8\ud83d\ude00.gguf"),
+    ):
+        stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert placewright.run(command) == 0
+        stdout.seek(0)
+        text = stdout.read()
+        assert shown in text
+        assert "--json" not in command or json.loads(text)[0]["model"]["paths"] == [
+            "/models/m\u00e8\U0001f600.gguf"
+        ]
 
 
 def test_an_unwritten_settings_file_is_fine_and_a_broken_one_is_not(
@@ -126,7 +151,7 @@ def test_plan_turns_flags_into_one_request(
         return Outcome(card(), sample_plan(), True, None)
 
     monkeypatch.setattr(cli.pipeline, "make_plan", make_plan)
-    flags = "--ctx 512 --concurrency 3 --kv f16,q8_0 --engines native,llama-server --budget-s 7 --threads 2"
+    flags = "--ctx 512 --concurrency 3 --kv f16,q8_0 --engines native,llama-server,native --budget-s 7 --threads 2"
     more = "--ubatch 96 --load-mode mmap --host-memory-mib 900 --allow-storage-streaming --replan --json"
     assert placewright.run(["plan", "m.gguf", *flags.split(), *more.split()]) == 0
     (request,) = seen
@@ -160,6 +185,13 @@ def test_doctor_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(check["remedy"] for check in checks.values() if check["state"] == "failed")
 
 
+def test_doctor_finds_plans_that_can_not_be_read(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders.parent.mkdir(parents=True)
+    folders.touch()
+    assert placewright.run(["doctor"]) == 1
+    assert "FAIL  plans: can not read the folder of plans" in capsys.readouterr().out
+
+
 def test_doctor_finds_broken_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "settings.toml"
     broken.write_text("[[[")
@@ -187,3 +219,33 @@ def test_engines_that_can_not_be_used_say_why_below_the_table(
     said = capsys.readouterr()
     assert "can not be used" in said.out and max(map(len, said.out.splitlines())) < 80
     assert "run scripts/install" in said.err
+
+
+def test_settings_of_the_plan_table_reach_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(
+        "[plan]\ntuning_budget_s = 9\ncontext_length_tokens = 777\nconcurrency = 2\nkv_types = ['q8_0']\n"
+        "engines = ['llama-server']\nhost_memory_mib = 900\nhost_memory_margin_mib = 11\ngpu_memory_mib = 800\n"
+        "allow_storage_streaming = true\n"
+    )
+    monkeypatch.setenv("PLACEWRIGHT_CONFIG", str(settings))
+    seen: list[PlanRequest] = []
+
+    def make_plan(request: PlanRequest, _: object) -> Outcome:
+        seen.append(request)
+        return Outcome(card(), sample_plan(), True, None)
+
+    monkeypatch.setattr(cli.pipeline, "make_plan", make_plan)
+    assert placewright.run(["plan", "m.gguf"]) == 0
+    (request,) = seen
+    assert (request.budget_s, request.default_context_length_tokens, request.concurrency) == (9, 777, 2)
+    assert request.kv_types == ("q8_0",)
+    assert request.limits == Limits(
+        engines=("llama-server",),
+        host_memory_mib=900,
+        host_memory_margin_mib=11,
+        gpu_memory_mib=800,
+        allow_storage_streaming=True,
+    )

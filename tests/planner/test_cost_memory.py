@@ -112,6 +112,8 @@ def test_the_limit_is_what_is_free_less_the_margin_or_the_cap() -> None:
         ("packed", True, 3 << 20, "3 MiB short"),
     ],
 )
-def test_shortage(load_mode: str, streaming: bool, limit: int, words: str | None) -> None:
+def test_a_shortage_is_said_with_its_size_and_streamed_weights_need_no_room(
+    load_mode: str, streaming: bool, limit: int, words: str | None
+) -> None:
     found = shortage(MemoryNeed(3 << 20, 2 << 20, 1 << 20), load_mode, limit, streaming)
     assert found is None if words is None else (found is not None and words in found)

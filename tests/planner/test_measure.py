@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from configs.errors import MeasureError
-from planner.measure import Lengths, Measurement, MeasureTask, _reasons, choose_lengths, judge, measure
+from planner.budget import Lengths, choose_lengths
+from planner.measure import Measurement, MeasureTask, _reasons, judge, measure
 from planner.memory import predict_memory
+from planner.passages import Material
 from planner.pool import EnginePool
 from planner.progress import Reporter
-from planner.prompts import Material
 from planner.search import Candidate, label_of
 from planner.select import Selection, _prefer, select
 from planner.statistics import Interval
@@ -77,7 +78,7 @@ def test_within_the_noise_fewer_threads_win() -> None:
     farm = EngineFarm(by_threads({3: 50.0, 4: 50.3}), noise=0.01)
     selection = chosen(candidates, run(farm, candidates))
     assert selection.winner.placement.decode_threads == 3
-    assert "within the noise" in selection.because
+    assert "within the noise" in selection.because and "takes less of the machine" in selection.because
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,9 @@ def test_noise_gives_no_tie_to_one_that_is_a_tenth_slower(
 def test_equal_engines_go_by_preference() -> None:
     candidates = (candidate(engine="llama-server"), candidate(engine="native"))
     farm = EngineFarm(lambda item: (500.0, 50.0))
-    assert chosen(candidates, run(farm, candidates)).winner.placement.engine == "native"
+    selection = chosen(candidates, run(farm, candidates))
+    assert selection.winner.placement.engine == "native"
+    assert selection.because.endswith("engine native was named first")
 
 
 def test_a_faster_engine_beats_preference() -> None:
@@ -292,7 +295,7 @@ def test_an_interrupt_stops_the_engines() -> None:
         (Interval(1.0, 0.99, 1.01, 5), "equal"),
     ],
 )
-def test_verdicts(interval: Interval | None, verdict: str) -> None:
+def test_an_interval_proves_slower_equal_or_nothing_yet(interval: Interval | None, verdict: str) -> None:
     assert judge(interval) == verdict
 
 

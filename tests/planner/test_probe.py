@@ -92,6 +92,15 @@ def test_a_job_that_fails_is_an_error_with_its_words(
         probe.run_probe(Reporter())
 
 
+def test_a_job_that_hangs_is_stopped_and_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(
+        probe, "probe_command", lambda folder: [sys.executable, "-c", "import time; time.sleep(60)"]
+    )
+    with pytest.raises(MeasureError, match="did not end within 0.3 s"):
+        probe.run_probe(Reporter())
+
+
 def test_reports_are_shown_with_what_is_missing() -> None:
     text = show.report_text(msgspec.structs.replace(machine(), missing=("disk: none",)))
     assert "no NVIDIA driver (made up)" in text and "not measured: disk: none" in text

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from configs.errors import SettingsError
 from planner.progress import Reporter
 from planner.turn import measuring_turn
-from plans.key import worker_folder
+from plans.library import worker_folder
 
 HOLDER = """
 from planner.turn import Reporter, measuring_turn
@@ -47,3 +48,13 @@ def test_a_second_one_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.Mo
         reporter.holder = holder
         with measuring_turn(reporter):
             assert "another placewright measures" in reporter.notes[0]
+
+
+def test_a_lock_that_can_not_be_opened_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "placewright" / "measuring.lock").mkdir(parents=True)
+    with (
+        pytest.raises(SettingsError, match=r"measuring\.lock: Is a directory; remove it"),
+        measuring_turn(Notes()),
+    ):
+        pass

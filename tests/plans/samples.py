@@ -21,6 +21,8 @@ from plans.plan import (
 )
 from tests.planner.fakes import machine_host, placement
 
+TWO_BUILDS = (EngineBuild("native", "1"), EngineBuild("llama-server", "1"))
+
 
 def workload() -> Workload:
     return Workload(4096, 1, ("f16",), RequestMix(512, 128))

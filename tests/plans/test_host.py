@@ -36,7 +36,9 @@ def test_cache_sizes(text: str | None, size: int | None) -> None:
         ({}, None),
     ],
 )
-def test_quota(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
+def test_the_quota_of_either_version_of_control_groups(
+    tmp_path: Path, files: dict[str, str], cores: float | None
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
@@ -74,6 +76,20 @@ def test_gpus_come_from_the_driver(tmp_path: Path) -> None:
     (tmp_path / "gpus" / "0000:01:00.0" / "information").write_text("Model: \t NVIDIA Large\nIRQ: 7\n")
     gpus, reason = host.read_gpus(tmp_path)
     assert [gpu.name for gpu in gpus] == ["NVIDIA Large"] and reason is None
+
+
+def test_the_kernels_level_needs_every_flag_that_the_kernels_use() -> None:
+    cascade_lake = {"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
+    cascade_lake |= {"avx512_vnni"}
+    assert host.kernel_level(cascade_lake) == "avx2", "VNNI alone is not enough: no VBMI, no BF16"
+    assert host.kernel_level(cascade_lake | {"avx512vbmi", "avx512_bf16"}) == "avx512_vnni"
+    assert host.kernel_level({"avx2", "fma"}) is None
+    assert host.missing_flags({"avx2", "fma"}) == ("bmi2", "f16c")
+
+
+def test_resident_bytes_of_a_process_and_of_none() -> None:
+    assert (host.resident_bytes() or 0) > 1 << 20
+    assert host.resident_bytes(0) is None
 
 
 def test_this_machine_is_the_same_twice() -> None:

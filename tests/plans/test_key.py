@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from configs.errors import ModelFileError, PlanError
-from plans import files, key
+from plans import files
 from plans.files import HashCache, hash_file
 from plans.key import Mismatch, executable_build, identify_files, make_key, native_build, verify
+from plans.library import LIBRARY_NAME, worker_folder
 from plans.plan import Limits, Plan
 from tests.planner.fakes import machine_host
 from tests.plans.samples import sample_plan, workload
@@ -22,7 +23,7 @@ from tests.plans.samples import sample_plan, workload
 def worker(tmp_path: Path) -> Path:
     folder = tmp_path / "worker"
     (folder / "cpu" / "isa").mkdir(parents=True)
-    (folder / "cpu" / key.LIBRARY_NAME).write_bytes(b"library")
+    (folder / "cpu" / LIBRARY_NAME).write_bytes(b"library")
     (folder / "cpu" / "step.cpp").write_text("int main;")
     (folder / "cpu" / "isa" / "dot.h").write_text("dot")
     return folder
@@ -73,7 +74,7 @@ def test_another_machine_is_told_by_what_differs(plan: Plan, worker: Path, cache
     assert found.what == "machine" and "cores_available 4 -> 8" in found.reason
 
 
-@pytest.mark.parametrize("name", [f"cpu/{key.LIBRARY_NAME}", "cpu/step.cpp", "cpu/isa/dot.h"])
+@pytest.mark.parametrize("name", [f"cpu/{LIBRARY_NAME}", "cpu/step.cpp", "cpu/isa/dot.h"])
 def test_a_changed_engine_is_noticed(plan: Plan, worker: Path, cache: HashCache, name: str) -> None:
     (worker / name).write_bytes(b"other")
     (found,) = mismatches(plan, worker, cache)
@@ -81,7 +82,7 @@ def test_a_changed_engine_is_noticed(plan: Plan, worker: Path, cache: HashCache,
 
 
 def test_a_missing_library_is_noticed(plan: Plan, worker: Path, cache: HashCache) -> None:
-    (worker / "cpu" / key.LIBRARY_NAME).unlink()
+    (worker / "cpu" / LIBRARY_NAME).unlink()
     (found,) = mismatches(plan, worker, cache)
     assert "scripts/build-cpu" in found.reason
 
@@ -188,5 +189,5 @@ def test_progress_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_worker_folder_is_the_one_with_the_sources() -> None:
-    folder = key.worker_folder()
+    folder = worker_folder()
     assert (folder / "protocol.py").is_file() and list(folder.glob("cpu/*.cpp"))

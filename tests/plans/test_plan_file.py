@@ -89,6 +89,22 @@ def test_files_that_are_no_plan_are_refused(data: bytes, words: str) -> None:
         decode_plan(data, plan_id_of(data))
 
 
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ('engine = "native"', "no build of its engine, other"),
+        ('device = "cpu"', "other GPUs in its placement than in its memory"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_no_plan(field: str, words: str) -> None:
+    text = encode_plan(sample_plan()).decode()
+    assert field in text
+    name = field.split(" ")[0]
+    data = text.replace(field, f'{name} = "{"other" if name == "engine" else "gpu0"}"', 1).encode()
+    with pytest.raises(PlanError, match=f"not readable.*{words}"):
+        decode_plan(data, plan_id_of(data))
+
+
 def test_unknown_fields_are_refused() -> None:
     data = b"surprise = 1\n" + encode_plan(sample_plan())
     with pytest.raises(PlanError, match="surprise"):

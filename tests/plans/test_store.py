@@ -129,6 +129,14 @@ def test_find_by_key_is_the_newest_intact_one(store: PlanStore) -> None:
     assert store.find_by_key("nothing") is None
 
 
+def test_a_folder_that_can_not_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "plans").touch()
+    broken = PlanStore(tmp_path / "plans")
+    for ask in (broken.list, lambda: broken.find("ab"), lambda: broken.find_by_key("x")):
+        with pytest.raises(PlanError, match=r"folder of plans .*: Not a directory"):
+            ask()
+
+
 def test_an_unwritable_folder_is_refused_with_words(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.touch()

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from configs.errors import EngineStartError
-from plans.key import library_path
+from plans.library import library_path
 from plans.machine import GpuKernelRate
 from tests.planner.fakes import gpu as fake_gpu
 from worker.probe import gpu, gpu_beside

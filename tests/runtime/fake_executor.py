@@ -13,9 +13,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from plans.placement import PAGE_TOKENS
 from worker.runtime.executor import (
     DRAWN,
-    PAGE_TOKENS,
     CancelFlag,
     Output,
     SampledToken,

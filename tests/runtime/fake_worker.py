@@ -16,7 +16,8 @@ from configs.errors import ModelFileError
 from plans.placement import Placement
 from tests.runtime.fake_executor import AheadExecutor, FakeExecutor
 from worker.__main__ import main
-from worker.runtime.executor import ProgressCallback, StepBatch, StepFailed
+from worker.protocol import ProgressCallback
+from worker.runtime.executor import StepBatch, StepFailed
 
 POISON, CRASH, STUCK, BUG = 990, 991, 992, 993  # tokens that end a step badly
 

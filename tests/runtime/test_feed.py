@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 from configs.errors import EngineStartError
-from plans.key import library_path
+from plans.library import library_path
 from tests.cuda.host_device import HostDevice, view
 from worker.cpu.feed import NativeFeed
 from worker.cpu.library import load_library
 from worker.cpu.structs import DriverStruct
 from worker.cuda import upload as upload_module
-from worker.cuda.upload import RAW_BUFFERS, FeedPlan, Part, raw_buffer_bytes, upload
+from worker.cuda.upload import RAW_BUFFERS, FeedPlan, Part, fed_parts, raw_buffer_bytes, upload
 from worker.runtime.feed import native_plan
 
 pytestmark = pytest.mark.skipif(not library_path().is_file(), reason="the native library is not built")
@@ -207,6 +207,35 @@ def test_every_byte_arrives_whatever_the_device_does_first(
         assert driver.n_handles_left == 0 and driver.registered == 0, (
             "streams, events and memory are given back"
         )
+
+
+@pytest.mark.parametrize(("readers", "n_parts", "n_buffers"), [(1, 7, 3), (3, 9, 4), (8, 40, 8), (4, 3, 8)])
+def test_rounds_bring_the_same_parts_again(
+    content: tuple[Path, np.ndarray], readers: int, n_parts: int, n_buffers: int
+) -> None:
+    """Four rounds through few buffers, every time to the same places, which are emptied between."""
+    path, stored = content
+    expected = stored.reshape(N_PARTS + 1, PART_BYTES)[:n_parts, ::-1]
+    for seed in range(4):
+        driver = LateDriver(seed)
+        device = LateDevice(driver)
+        target = device.allocate(n_parts * PART_BYTES)
+        parts = parts_of(driver, target)[:n_parts]
+        raw = device.allocate(n_buffers * raw_buffer_bytes(parts))
+        with path.open("rb") as file:
+            fed = tuple(fed_parts(parts, [file.fileno()], raw, n_buffers))
+            feed = device.feed(FeedPlan(COMPUTE, fed, n_buffers, readers, 2, PIECE_BYTES, repeats=True))
+            for _ in range(4):
+                view(target, (n_parts, PART_BYTES), np.uint8)[:] = 0
+                for index, (part, way) in enumerate(zip(parts, fed, strict=True)):
+                    feed.await_part(index)
+                    assert part.lay_out is not None
+                    part.lay_out(way.target)
+                    feed.release(way.buffer)
+                device.synchronize()
+                assert np.array_equal(view(target, (n_parts, PART_BYTES), np.uint8), expected)
+            feed.end()
+        assert driver.n_handles_left == 0 and driver.registered == 0
 
 
 def test_a_file_that_ends_early_ends_the_upload(content: tuple[Path, np.ndarray]) -> None:

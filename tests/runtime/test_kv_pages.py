@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.runtime.executor import PAGE_TOKENS
+from plans.placement import PAGE_TOKENS
 from worker.runtime.kv_pages import PagePool, SequencePages, pages_for
 
 

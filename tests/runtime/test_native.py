@@ -15,13 +15,13 @@ import pytest
 from plans.placement import CPU_ONLY, Placement
 from tests import tiny
 from worker.cpu.library import load_library
-from worker.model.describe import describe_file
+from worker.model import archs
 from worker.model.gguf import open_model
 from worker.ops.batch import PAGE_TOKENS, Batch
 from worker.ops.lower import lower
-from worker.ops.reference import ReferenceExecutor
+from worker.ops.reference import ReferenceExecutor, reference_weights
 from worker.runtime.executor import CancelFlag, Output, Sampler, SequencePart, StepBatch, StepCancelled
-from worker.runtime.load import load_native, reference_weights
+from worker.runtime.load import load_native
 from worker.runtime.step import NativeExecutor
 
 N_TOKENS = 75
@@ -68,7 +68,7 @@ def _native_logits(executor: NativeExecutor, ids: list[int], chunks: list[int]) 
 def test_agrees_with_numpy(tmp_path: Path, arch: str, quant: str) -> None:
     path = tiny.write_model(tmp_path, arch, quant)
     file = open_model(path)
-    oplist = lower(describe_file(file).units)
+    oplist = lower(archs.units(file))
     ids = _ids(N_TOKENS, oplist.n_vocab)
     reference = ReferenceExecutor(oplist, reference_weights(file), N_TOKENS // PAGE_TOKENS + 2)
     pages = list(range(1, 2 + N_TOKENS // PAGE_TOKENS))

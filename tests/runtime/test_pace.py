@@ -29,6 +29,19 @@ def test_a_slow_model_still_advances() -> None:
     assert pace.chunk_tokens(0.15) == LEAST_CHUNK_TOKENS
 
 
+def test_chunks_do_not_stay_below_what_large_ones_begin_with() -> None:
+    """A first chunk of 64 tokens costs what 500 do, so the next ones grow until the budget is used."""
+    pace = Pace(64)
+    sizes = [pace.chunk_tokens(0.15)]
+    for _ in range(40):
+        pace.note(0.02, 0)
+        pace.note(0.02 + 0.07 + sizes[-1] * 0.0001, sizes[-1])
+        sizes.append(pace.chunk_tokens(0.15))
+    assert sizes[0] == 64 and min(sizes) >= 64 and sizes[-1] > 500
+    pace.note(100.0, 64)
+    assert pace.chunk_tokens(0.15) == 64
+
+
 def test_an_instant_model_has_no_bound() -> None:
     pace = Pace()
     pace.note(0.0, 100)

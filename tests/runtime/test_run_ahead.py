@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.runtime.fake_executor import AheadExecutor, FakeExecutor, expected_tokens
-from tests.runtime.test_scheduler import GREEDY, Bench, greedy, prompt
+from tests.runtime.scheduler_bench import GREEDY, Bench, greedy, prompt
 from worker.protocol import Done, Failed, SamplingParams, Score, Scored
 from worker.runtime.executor import CancelFlag, SampledToken, Sampler, StepBatch, StepFailed
 

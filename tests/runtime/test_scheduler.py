@@ -2,81 +2,28 @@
 
 from __future__ import annotations
 
-import random
-from collections import defaultdict
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.runtime.fake_executor import (
-    AheadExecutor,
     FakeExecutor,
     expected_logprobs,
     expected_tokens,
     fail_for,
 )
-from tests.runtime.test_kv_pages import check_pool
+from tests.runtime.scheduler_bench import Bench, greedy, prompt
 from worker.protocol import (
     Accepted,
     Done,
     Failed,
-    FromWorker,
-    Generate,
     SamplingParams,
     Score,
     Scored,
     TokenEvent,
 )
 from worker.runtime.executor import CancelFlag, SampledToken, Sampler, StepBatch, StepCancelled
-from worker.runtime.scheduler import Limits, Scheduler
-
-GREEDY = SamplingParams(temperature=0.0)
 
 
-class Bench:
-    """A scheduler, its executor and what it said."""
-
-    def __init__(self, executor: FakeExecutor | None = None, **limits: int | float) -> None:
-        self.executor = executor or FakeExecutor()
-        self.events: list[FromWorker] = []
-        merged = {"context_length_tokens": 1024, "max_sequences": 4} | limits
-        self.scheduler = Scheduler(self.executor, Limits(**merged), self.events.append)  # type: ignore[arg-type]
-
-    def generate(self, request_id: str, prompt: list[int], max_tokens: int, **rest: object) -> None:
-        rest.setdefault("sampling", GREEDY)
-        self.scheduler.submit(Generate(request_id, prompt, max_tokens, **rest))  # type: ignore[arg-type]
-
-    def run(self, steps: int = 100_000) -> None:
-        for _ in range(steps):
-            if not self.scheduler.has_work():
-                return
-            self.scheduler.step()
-            running = self.scheduler._running
-            check_pool(self.scheduler.pool, [r.pages for r in running if r.pages is not None])
-
-    def tokens(self, request_id: str) -> list[int]:
-        return [e.id for e in self.events if isinstance(e, TokenEvent) and e.request_id == request_id]
-
-    def ends(self, request_id: str) -> list[FromWorker]:
-        finals = (Done, Failed, Scored)
-        return [e for e in self.events if isinstance(e, finals) and e.request_id == request_id]
-
-    def end(self, request_id: str) -> FromWorker:
-        (event,) = self.ends(request_id)
-        return event
-
-
-def prompt(seed: int, n_tokens: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(900) for _ in range(n_tokens)]
-
-
-def greedy(tokens: list[int], n_tokens: int) -> list[int]:
-    return expected_tokens(tokens, n_tokens, Sampler.of(GREEDY, 0))
-
-
-def test_one_request() -> None:
+def test_a_request_is_prefilled_in_chunks_and_gets_its_tokens() -> None:
     bench = Bench()
     bench.generate("a", prompt(1, 150), 40)
     bench.run()
@@ -125,6 +72,8 @@ def test_clamped_to_the_cache_when_that_is_smaller() -> None:
         ({"teacher_ids": []}, "invalid_request", "teacher_ids"),
         ({"sampling": SamplingParams(temperature=-1)}, "invalid_request", "temperature is -1"),
         ({"sampling": SamplingParams(top_p=1.5)}, "invalid_request", "top_p is 1.5"),
+        ({"sampling": SamplingParams(top_p=1e-300)}, "invalid_request", "top_p is 1e-300"),
+        ({"sampling": SamplingParams(repeat_penalty=1e-300)}, "invalid_request", "repeat_penalty"),
         ({"sampling": SamplingParams(min_p=float("nan"))}, "invalid_request", "min_p is nan"),
         ({"sampling": SamplingParams(top_k=-1)}, "invalid_request", "top_k"),
         ({"sampling": SamplingParams(repeat_penalty=0)}, "invalid_request", "repeat_penalty"),
@@ -134,7 +83,9 @@ def test_clamped_to_the_cache_when_that_is_smaller() -> None:
         ({"sampling": SamplingParams(logit_bias={9: float("inf")})}, "invalid_request", "not finite"),
     ],
 )
-def test_refusals(request_fields: dict[str, object], code: str, words: str) -> None:
+def test_a_request_out_of_range_is_refused_with_field_and_value(
+    request_fields: dict[str, object], code: str, words: str
+) -> None:
     bench = Bench()
     fields = {"prompt": [1, 2, 3], "max_tokens": 4} | request_fields
     bench.generate("a", **fields)  # type: ignore[arg-type]
@@ -205,7 +156,7 @@ def test_teacher_ids_are_fed(logprobs: int | None) -> None:
     assert logprob == ([None] * 3 if logprobs is None else expected_logprobs([1, 2, *teacher])[1:])
 
 
-def test_score() -> None:
+def test_a_scoring_gets_every_log_probability_beside_a_stream() -> None:
     bench = Bench()
     ids = prompt(3, 200)
     bench.scheduler.submit(Score("s", ids, top=2))
@@ -341,7 +292,7 @@ def test_a_bad_request_does_not_end_the_others() -> None:
     assert bench.tokens("good") == greedy(prompt(1, 100), 20)
 
 
-def test_stats_count() -> None:
+def test_stats_count_tokens_requests_and_steps() -> None:
     bench = Bench()
     bench.generate("a", prompt(1, 100), 20)
     bench.run()
@@ -350,66 +301,3 @@ def test_stats_count() -> None:
         stats["generated_tokens"] == 20 and stats["prompt_tokens"] == 100 and stats["requests_finished"] == 1
     )
     assert stats["steps"] == len(bench.executor.batches) and stats["kv_pages_held"] == 0
-
-
-action = st.tuples(
-    st.sampled_from(["generate", "generate", "score", "cancel", "step", "step", "step"]),
-    st.integers(0, 9),
-    st.integers(1, 120),
-    st.integers(1, 60),
-)
-
-
-@pytest.mark.parametrize("kind", [FakeExecutor, AheadExecutor])
-@settings(max_examples=120, deadline=None)
-@given(
-    n_pages=st.integers(2, 14),
-    max_tokens=st.integers(4, 40),
-    max_sequences=st.integers(1, 6),
-    actions=st.lists(action, min_size=1, max_size=50),
-)
-def test_random_schedules(
-    kind: type[FakeExecutor],
-    n_pages: int,
-    max_tokens: int,
-    max_sequences: int,
-    actions: list[tuple[str, int, int, int]],
-) -> None:
-    executor = kind(n_pages, max_tokens, max_outputs=6, fail=fail_for(950))
-    bench = Bench(executor, context_length_tokens=300, max_sequences=max_sequences, max_queued=5)
-    asked: dict[str, tuple[list[int], int]] = {}
-    for index, (name, pick, size, length) in enumerate(actions):
-        request_id = f"{index}"
-        tokens = [*prompt(pick % 3, size), pick]
-        if name == "generate":
-            if length == 60:
-                tokens.append(950)
-            asked[request_id] = (tokens, length)
-            bench.generate(request_id, tokens, length, cache_prompt=pick != 9)
-        elif name == "score":
-            asked[request_id] = (tokens, 0)
-            bench.scheduler.submit(Score(request_id, tokens))
-        elif name == "cancel" and asked:
-            bench.scheduler.cancel(list(asked)[pick % len(asked)])
-        else:
-            bench.run(steps=pick)
-    bench.run()
-    assert not bench.scheduler.has_work() and bench.scheduler.pool.held_pages == 0
-    check_everyone(bench, asked)
-
-
-def check_everyone(bench: Bench, asked: dict[str, tuple[list[int], int]]) -> None:
-    finals: dict[str, int] = defaultdict(int)
-    for event in bench.events:
-        if isinstance(event, (Done, Failed, Scored)):
-            finals[event.request_id] += 1
-    assert finals == dict.fromkeys(asked, 1)
-    for request_id, (tokens, length) in asked.items():
-        end = bench.end(request_id)
-        if isinstance(end, Scored):
-            assert end.logprobs == expected_logprobs(tokens)
-        elif length:
-            got = bench.tokens(request_id)
-            assert got == greedy(tokens, len(got))
-            if isinstance(end, Done) and end.reason == "length":
-                assert len(got) == min(length, bench.scheduler.bounds.total_tokens - len(tokens))

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from server.admission import PARALLEL_TOKENIZING
+from server.admission import PARALLEL_CHATS, PARALLEL_TOKENIZING
 from tests.fakes.engine import MAX_SEQUENCES
 from tests.fakes.http import TestServer
-from tests.fakes.text import ByteTokenizer
+from tests.fakes.text import ByteTokenizer, LineTemplate
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -183,3 +183,22 @@ def test_many_long_texts_to_tokenize_leave_room_for_chat(monkeypatch: pytest.Mon
         release.set()
         assert {future.result().status_code for future in waiting} == {200}
     assert peak[0] == PARALLEL_TOKENIZING
+
+
+def test_slow_templates_leave_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may bring a template that takes its full limit, and there are few threads."""
+    release, began = threading.Event(), threading.Semaphore(0)
+
+    def slow_render(self: LineTemplate, *messages: object, **options: object) -> str:
+        began.release()
+        assert release.wait(20)
+        return "<s>"
+
+    monkeypatch.setattr(LineTemplate, "render", slow_render)
+    with TestServer() as server, server.client() as client, ThreadPoolExecutor(40) as pool:
+        waiting = [pool.submit(client.post, "/v1/chat/completions", json=CHAT) for _ in range(40)]
+        assert all(began.acquire(timeout=20) for _ in range(PARALLEL_CHATS))
+        assert client.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
+        assert not began.acquire(blocking=False)
+        release.set()
+        assert {future.result().status_code for future in waiting} <= {200, 429}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -17,12 +18,12 @@ import pytest
 from configs.errors import PlacewrightError, SettingsError
 from configs.settings import Settings
 from server import cli
-from server.serve import bind, url_of
+from server.serve import ENOUGH_FILES, bind, url_of
 
 ROOT = Path(__file__).parents[2]
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(*flags: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.fakes.serve_main", "any-plan", *flags]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -71,6 +72,30 @@ def test_a_second_signal_does_not_wait_for_requests() -> None:
         assert "Traceback" not in words
 
 
+def test_connections_beyond_the_limit_of_files_wait_and_are_said_once() -> None:
+    with serving("--port", "0") as process, contextlib.ExitStack() as connections:
+        url = announced_url(process)
+        _, most = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (40, most))
+        for _ in range(80):
+            address = ("127.0.0.1", int(url.rpartition(":")[2]))
+            connections.enter_context(socket.create_connection(address, timeout=5))
+        assert process.stderr is not None
+        assert any("new connections wait: Too many open files" in line for line in process.stderr)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most, most))
+        assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=10)
+    assert "Traceback" not in rest and "new connections wait" not in rest
+
+
+def test_the_limit_of_files_is_what_the_user_may_have() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving("--port", "0") as process:
+        announced_url(process)
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (min(most, ENOUGH_FILES), most)
+
+
 def test_a_port_in_use_is_one_plain_line() -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -97,6 +122,11 @@ def test_ipv6_addresses_are_bracketed() -> None:
         pytest.skip("this machine has no IPv6 loopback")
     with listener:
         assert re.fullmatch(r"http://\[::1\]:\d+", url_of(listener))
+
+
+def test_an_empty_key_lets_nobody_in() -> None:
+    with pytest.raises(SettingsError, match="--api-key is empty"):
+        cli._with_flags(Settings(), None, None, "")
 
 
 def test_flags_win_over_settings() -> None:

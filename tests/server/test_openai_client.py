@@ -12,7 +12,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 SAY = {"model": "tiny", "messages": MESSAGES}
 
 
-def test_chat(openai_client: openai.OpenAI) -> None:
+def test_a_chat_answer_has_text_usage_and_fingerprint(openai_client: openai.OpenAI) -> None:
     answer = openai_client.chat.completions.create(**SAY)
     assert answer.choices[0].message.content == ANSWER
     assert answer.choices[0].finish_reason == "stop"

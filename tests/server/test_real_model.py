@@ -164,7 +164,7 @@ def test_plain_completions(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_overflow(chat: Completions, stream: bool) -> None:
+def test_a_prompt_beyond_the_context_is_a_400_with_both_numbers(chat: Completions, stream: bool) -> None:
     messages: Any = [{"role": "user", "content": "word " * 2000}]
     with pytest.raises(openai.BadRequestError) as caught:
         chat.create(model="any", messages=messages, stream=stream)

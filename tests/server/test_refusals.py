@@ -33,7 +33,7 @@ TEXT = {"prompt": "hi"}
         ("chat/completions", {"messages": [{"role": "assistant", "content": "hi"}]}, "messages"),
         ("chat/completions", {**CHAT, "temperature": -0.1}, "temperature"),
         ("chat/completions", {**CHAT, "temperature": "hot"}, "temperature"),
-        ("chat/completions", {**CHAT, "top_p": 0}, "top_p"),
+        ("chat/completions", {**CHAT, "top_p": -0.1}, "top_p"),
         ("chat/completions", {**CHAT, "top_p": 1.5}, "top_p"),
         ("chat/completions", {**CHAT, "max_tokens": 0}, "max_tokens"),
         ("chat/completions", {**CHAT, "max_tokens": 1.5}, "max_tokens"),
@@ -51,6 +51,7 @@ TEXT = {"prompt": "hi"}
         ("chat/completions", {**CHAT, "logit_bias": {"259": 1}}, "logit_bias"),
         ("chat/completions", {**CHAT, "presence_penalty": 3}, "presence_penalty"),
         ("chat/completions", {**CHAT, "repeat_penalty": 0}, "repeat_penalty"),
+        ("chat/completions", {**CHAT, "repeat_penalty": 1e-300}, "repeat_penalty"),
         ("chat/completions", {**CHAT, "stream": "yes"}, "stream"),
         ("chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, "stream_options"),
         ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools"),
@@ -180,6 +181,9 @@ def test_numbers_beyond_every_range(client: httpx.Client, shared_server: TestSer
     assert client.post("/v1/completions", json=big).status_code == 200
     assert client.post("/v1/completions", json={**TEXT, "top_k": 2**31}).status_code == 200
     assert shared_server.farm.seen[-1].sampling.top_k == N_VOCAB
+    for top_p in (0, 1e-300):  # zero in single precision, and no engine takes that
+        assert client.post("/v1/completions", json={**TEXT, "top_p": top_p}).status_code == 200
+        assert shared_server.farm.seen[-1].sampling.top_p == 1e-6
     huge = {**TEXT, "max_tokens": 2**62}
     assert client.post("/v1/completions", json=huge).json()["error"]["code"] == "context_length_exceeded"
 

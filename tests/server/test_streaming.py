@@ -24,7 +24,7 @@ def events_of(text: str) -> list[Any]:
     return [json.loads(frame[6:]) if frame != "data: [DONE]" else None for frame in frames]
 
 
-def test_framing(client: httpx.Client) -> None:
+def test_a_stream_is_framed_as_server_sent_events(client: httpx.Client) -> None:
     answer = client.post("/v1/chat/completions", json={**CHAT, "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["cache-control"] == "no-cache"

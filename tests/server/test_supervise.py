@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from configs.errors import EngineStartError
+from configs.errors import EngineStartError, SettingsError
 from tests.fakes.http import QUICK_RESTARTS, TestServer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -94,6 +94,19 @@ def test_an_engine_that_never_starts_ends_the_server_with_its_last_words() -> No
         server.join()
     assert isinstance(server.error, EngineStartError)
     assert "9 GiB asked, 8 GiB there" in str(server.error)
+
+
+def test_an_engine_that_can_not_even_be_made_ends_the_server_with_the_reason() -> None:
+    server = TestServer(wait=False)
+
+    def refuse() -> None:
+        raise SettingsError("there is no engine 'vllm'")
+
+    server.farm.before_new = refuse
+    with server:
+        server.join()
+    assert isinstance(server.error, EngineStartError)
+    assert "there is no engine 'vllm'" in str(server.error)
 
 
 def test_giving_up_after_too_many_restarts() -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from worker.protocol import (
     Ping,
     Pong,
     Progress,
+    ProgressCallback,
     Ready,
     Score,
     Scored,
@@ -51,8 +52,6 @@ from worker.protocol import (
 log = logging.getLogger("placewright.client")
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 READ_BYTES = 1 << 18
-
-ProgressCallback = Callable[[str, int, int], None]  # phase, done bytes, total bytes
 
 
 class Deadlines(msgspec.Struct, frozen=True):

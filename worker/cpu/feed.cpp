@@ -67,6 +67,7 @@ class Slots {
 };
 
 struct Piece {
+  int32_t round;
   int32_t part;
   int64_t begin_bytes;  // from the part's first
   int64_t size_bytes;
@@ -78,8 +79,11 @@ class Feed {
       : plan_(plan),
         driver_(*plan.driver),
         parts_(plan.parts, plan.parts + plan.n_parts),
+        queued_bytes_(parts_.size()),
+        awaited_bytes_(parts_.size()),
+        arrived_events_(plan.n_buffers),
         buffer_events_(plan.n_buffers) {
-    for (const pw_part& part : parts_) missing_bytes_.push_back(part.size_bytes);
+    for (const pw_part& part : parts_) n_buffered_ += part.buffer >= 0;
   }
 
   ~Feed() {
@@ -89,8 +93,9 @@ class Feed {
       driver_.synchronize_stream(stream_);
       driver_.destroy_stream(stream_);
     }
-    for (void* event : buffer_events_)
-      if (event != nullptr) driver_.destroy_event(event);
+    for (const std::vector<void*>* events : {&arrived_events_, &buffer_events_})
+      for (void* event : *events)
+        if (event != nullptr) driver_.destroy_event(event);
     if (arrived_ != nullptr) driver_.destroy_event(arrived_);
   }
 
@@ -98,8 +103,9 @@ class Feed {
     int32_t status = driver_.set_context(plan_.context);
     if (status == 0) status = driver_.create_stream(&stream_, kNonBlocking);
     if (status == 0) status = driver_.create_event(&arrived_, kNoTiming);
-    for (void*& event : buffer_events_)
-      if (status == 0) status = driver_.create_event(&event, kNoTiming);
+    for (std::vector<void*>* events : {&arrived_events_, &buffer_events_})
+      for (void*& event : *events)
+        if (status == 0) status = driver_.create_event(&event, kNoTiming);
     if (status != 0) return refused(status, "to begin");
     for (int32_t i = 0; i < plan_.n_readers; i++) readers_.emplace_back([this] { read_all(); });
     return PW_OK;
@@ -108,11 +114,14 @@ class Feed {
   int32_t await(int32_t part) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [&] { return missing_bytes_[part] == 0 || is_stopped_; });
-      if (missing_bytes_[part] > 0) return fail(code_, "%s", words_.c_str());
+      const int64_t wanted = awaited_bytes_[part] + parts_[part].size_bytes;
+      changed_.wait(lock, [&] { return queued_bytes_[part] >= wanted || is_stopped_; });
+      if (queued_bytes_[part] < wanted) return fail(code_, "%s", words_.c_str());
+      if (plan_.repeats) awaited_bytes_[part] = wanted;
     }
-    int32_t status = driver_.record_event(arrived_, stream_);
-    if (status == 0) status = driver_.wait_event(plan_.stream, arrived_, 0);
+    const int32_t buffer = parts_[part].buffer;
+    int32_t status = buffer >= 0 ? 0 : driver_.record_event(arrived_, stream_);
+    if (status == 0) status = driver_.wait_event(plan_.stream, buffer >= 0 ? arrived_events_[buffer] : arrived_, 0);
     return status == 0 ? PW_OK : refused(status, "to wait for copies");
   }
 
@@ -144,13 +153,23 @@ class Feed {
   // The next piece, once its raw buffer is free to be written; nothing at the end.
   std::optional<Piece> next() {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (next_part_ < plan_.n_parts && next_bytes_ == parts_[next_part_].size_bytes) next_part_++, next_bytes_ = 0;
+    while (next_part_ < plan_.n_parts && next_bytes_ == parts_[next_part_].size_bytes) {
+      next_part_++, next_bytes_ = 0;
+      if (next_part_ == plan_.n_parts && plan_.repeats) next_part_ = 0, next_round_++;
+    }
     if (is_stopped_ || next_part_ == plan_.n_parts) return std::nullopt;
     const int64_t left = parts_[next_part_].size_bytes - next_bytes_;
-    const Piece piece{next_part_, next_bytes_, std::min(left, plan_.piece_bytes)};
+    const Piece piece{next_round_, next_part_, next_bytes_, std::min(left, plan_.piece_bytes)};
     next_bytes_ += piece.size_bytes;
-    changed_.wait(lock, [&] { return n_released_ >= parts_[piece.part].n_released || is_stopped_; });
+    const int64_t wanted = releases_before(piece);
+    changed_.wait(lock, [&] { return n_released_ >= wanted || is_stopped_; });
     return is_stopped_ ? std::nullopt : std::optional(piece);
+  }
+
+  // How many releases say that a piece's raw buffer is free.
+  int64_t releases_before(const Piece& piece) const {
+    const pw_part& part = parts_[piece.part];
+    return piece.round == 0 ? part.n_released : (piece.round - 1) * n_buffered_ + part.n_released_again;
   }
 
   void read_all() {
@@ -162,18 +181,33 @@ class Feed {
     while (const std::optional<Piece> piece = next()) {
       if (!bring(*piece, slots, turn)) break;
       turn = (turn + 1) % slots.count();
-      std::lock_guard<std::mutex> lock(mutex_);
-      missing_bytes_[piece->part] -= piece->size_bytes;
-      if (missing_bytes_[piece->part] == 0) changed_.notify_all();
+      if (!count(*piece)) break;
     }
     driver_.synchronize_stream(stream_);  // copies may still read the slots
+  }
+
+  // After a piece's copy was queued. Behind the last one of a part stands its own event: waiting for the end of all that
+  // is queued would hold the raw buffers of a few parts at once, and the link would pause.
+  bool count(const Piece& piece) {
+    const pw_part& part = parts_[piece.part];
+    int32_t status = 0;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      int64_t& queued = queued_bytes_[piece.part];
+      const bool is_last = (queued + piece.size_bytes) % part.size_bytes == 0;
+      if (is_last && part.buffer >= 0) status = driver_.record_event(arrived_events_[part.buffer], stream_);
+      if (status == 0) queued += piece.size_bytes;
+      if (is_last) changed_.notify_all();
+    }
+    if (status != 0) stop(PW_E_DEVICE, "marking a copy failed (CUDA error " + std::to_string(status) + ")");
+    return status == 0;
   }
 
   bool bring(const Piece& piece, Slots& slots, size_t turn) {
     const pw_part& part = parts_[piece.part];
     int32_t status = driver_.synchronize_event(slots.event(turn));
     if (status == 0 && !read(part, piece, slots.slot(turn))) return false;
-    if (status == 0 && part.n_released > 0) status = driver_.wait_event(stream_, buffer_events_[part.buffer], 0);
+    if (status == 0 && releases_before(piece) > 0) status = driver_.wait_event(stream_, buffer_events_[part.buffer], 0);
     const uint64_t target = part.target + static_cast<uint64_t>(piece.begin_bytes);
     const size_t bytes = static_cast<size_t>(piece.size_bytes);
     if (status == 0) status = driver_.copy_in(target, slots.slot(turn), bytes, stream_);
@@ -202,15 +236,19 @@ class Feed {
   const pw_driver driver_;
   const std::vector<pw_part> parts_;
   void* stream_ = nullptr;
-  void* arrived_ = nullptr;
+  void* arrived_ = nullptr;  // of parts without buffers
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<int64_t> missing_bytes_;  // of each part, whose copies are not queued
-  std::vector<void*> buffer_events_;
+  std::vector<int64_t> queued_bytes_;  // of each part, over all rounds
+  std::vector<int64_t> awaited_bytes_;
+  std::vector<void*> arrived_events_;  // by raw buffer: all of its part's copies are queued before
+  std::vector<void*> buffer_events_;   // its last use is queued before
+  int64_t n_buffered_ = 0;  // parts that go through raw buffers
+  int32_t next_round_ = 0;
   int32_t next_part_ = 0;
   int64_t next_bytes_ = 0;
-  int32_t n_released_ = 0;
+  int64_t n_released_ = 0;
   bool is_stopped_ = false;
   int32_t code_ = PW_OK;
   std::string words_;
@@ -223,6 +261,7 @@ bool is_sound(const pw_feed_plan& plan) {
     const pw_part& part = plan.parts[i];
     if (part.size_bytes < 0 || part.buffer >= plan.n_buffers) return false;
     if (part.n_released > 0 && part.buffer < 0) return false;
+    if (plan.repeats && (part.buffer < 0 || part.size_bytes == 0)) return false;
     if (i > 0 && part.buffer >= 0 && part.n_released < plan.parts[i - 1].n_released) return false;
   }
   return true;

@@ -19,6 +19,7 @@ class FeedSizes:
     n_readers: int
     n_slots: int
     piece_bytes: int
+    repeats: bool = False
 
 
 class NativeFeed:
@@ -46,6 +47,7 @@ class NativeFeed:
             sizes.n_buffers,
             sizes.n_readers,
             sizes.n_slots,
+            sizes.repeats,
         )
         self._handle = library.calls.pw_feed_start(ctypes.byref(plan))
         if not self._handle:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import byref, c_double, c_int32
+from ctypes import byref, c_double, c_int32, c_int64
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -108,6 +108,14 @@ class KvCache(_Owned):
         if self._library.calls.pw_kv_copy_page(self.handle, source, destination) != Code.OK:
             raise EngineError(self._library.last_error())
 
+    def layer_memory(self, layer: int) -> tuple[int, int]:
+        """Address of a layer's pages (kv_layer.h), and bytes from one head's to the next's. Raises EngineError."""
+        head_bytes = c_int64()
+        address = self._library.calls.pw_kv_layer_memory(self.handle, layer, byref(head_bytes))
+        if not address:
+            raise EngineError(self._library.last_error())
+        return int(address), head_bytes.value
+
     def read(
         self, layer: int, head: int, page: int, slot: int
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -177,8 +185,9 @@ class Step(_Owned):
         return self.buffer_view(index).copy()
 
     def buffer_view(self, index: int) -> NDArray[np.float32]:
-        """The buffer itself, for handing values to a step that does not begin with the embedding. It must not outlive
-        the step.
+        """The buffer itself, f32[rows, width], for handing values to a step that does not begin with the embedding.
+
+        It must not outlive the step.
         """
         width, is_output = self._buffers[index]
         rows = self.max_outputs if is_output else self.max_tokens

@@ -122,6 +122,16 @@ int32_t pw_kv_copy_page(pw_kv* kv, int32_t source, int32_t destination) {
   return PW_OK;
 }
 
+void* pw_kv_layer_memory(const pw_kv* kv, int32_t layer, int64_t* head_bytes) {
+  const pw::KvCache& cache = as_cache(kv);
+  if (layer < 0 || layer >= cache.n_layers()) {
+    pw::fail(PW_E_ARGUMENT, "no such layer in the cache: %d", layer);
+    return nullptr;
+  }
+  *head_bytes = cache.layer(layer).head_bytes;
+  return cache.layer(layer).memory;
+}
+
 int32_t pw_kv_read(const pw_kv* kv, int32_t layer, int32_t head, int32_t page, int32_t slot, float* key, float* value) {
   const pw::KvCache& cache = as_cache(kv);
   if (layer < 0 || layer >= cache.n_layers() || head < 0 || head >= cache.layer(layer).n_heads || page < 0 ||

@@ -7,12 +7,12 @@ worker process and the probe import this module.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 
 from configs.errors import EngineError, EngineStartError
+from plans import library
 from worker.cpu.handles import Arena, KvCache, Step, Team
 from worker.cpu.structs import (
     ABI_VERSION,
@@ -26,8 +26,6 @@ from worker.cpu.structs import (
     OpStruct,
     WeightStruct,
 )
-
-FILE_NAME = "libplacewright_cpu.so"
 
 _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "pw_isa": (c_char_p, []),
@@ -45,6 +43,7 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "pw_kv_destroy": (None, [c_void_p]),
     "pw_kv_page_bytes": (c_int64, [c_void_p]),
     "pw_kv_copy_page": (c_int32, [c_void_p, c_int32, c_int32]),
+    "pw_kv_layer_memory": (c_void_p, [c_void_p, c_int32, POINTER(c_int64)]),
     "pw_kv_read": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, c_void_p]),
     "pw_step_create": (
         c_void_p,
@@ -78,25 +77,14 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
 
 
 def library_path() -> Path:
-    """The compiled library: beside this file, else in the installed distribution. Raises EngineStartError."""
-    beside = Path(__file__).with_name(FILE_NAME)
-    if beside.exists():
-        return beside
-    try:
-        distribution = importlib.metadata.distribution("placewright")
-    except importlib.metadata.PackageNotFoundError:
-        installed = None
-    else:
-        installed = Path(str(distribution.locate_file(f"worker/cpu/{FILE_NAME}")))
-        if installed.exists():
-            return installed
-    looked = (
-        f"{beside} and {installed}" if installed else f"{beside}; the package placewright is not installed"
-    )
-    raise EngineStartError(
-        f"the compiled CPU kernels are missing: looked for {looked}. "
-        "Install with `pip install .` (needs a C++ compiler), which builds them"
-    )
+    """The compiled library of this installation. Raises EngineStartError where it was not built."""
+    path = library.library_path()
+    if not path.is_file():
+        raise EngineStartError(
+            f"the compiled CPU kernels are missing: there is no {path}; run scripts/build-cpu, or install with "
+            "`pip install .` (both need a C++ compiler)"
+        )
+    return path
 
 
 def load_library(path: Path | None = None) -> Library:

@@ -42,7 +42,7 @@ struct MatmulKernels {
   // activations
   size_t (*activations_bytes)(ActForm form, int32_t n_tokens, int32_t cols);
   void (*activations_init)(Activations* a, ActForm form, int32_t n_tokens, int32_t cols, void* memory);
-  // prepare tiles [tile_begin, tile_end) from x[row, cols] (row stride in floats); token t reads row gather[t], NULL = t
+  // prepare tiles [tile_begin, tile_end) from x[row, cols] (row stride in floats); token t reads row gather[t], or row t
   void (*activations_prepare)(const Activations* a, const float* x, int64_t stride, const int32_t* gather,
                               int32_t tile_begin, int32_t tile_end);
   // matmul

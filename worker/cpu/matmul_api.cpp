@@ -1,8 +1,8 @@
 // One matrix product behind the C ABI, on the calling thread. For tests and for measuring kernels by themselves; a
 // model runs through pw_step_run.
-#include <chrono>
 #include <cstdlib>
 
+#include "clock.h"
 #include "formats.h"
 #include "isa.h"
 #include "matmul.h"
@@ -18,10 +18,6 @@ struct Buffer {
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
 };
-
-double now_s() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 bool is_matrix(const pw_weight& weight) {
   const pw::TypeInfo* info = pw::find_type(weight.type);
@@ -57,9 +53,9 @@ int32_t pw_matmul(const pw_matmul_call* call) {
     kernels.activations_prepare(&input, call->x, call->x_stride, call->gather, 0, input.n_tiles);
   };
   if (call->seconds != nullptr) prepare();  // first touch of the memory is not what is measured
-  const double start_s = now_s();
+  const double start_s = pw::now_s();
   prepare();
-  const double prepared_s = now_s();
+  const double prepared_s = pw::now_s();
   pw::Matmul m{weight,     0, &input, call->y, call->y_stride, call->output_rows, call->bias, call->accumulate != 0,
                call->scale};
   for (m.expert = call->expert_begin; m.expert < call->expert_end; m.expert++) {
@@ -67,7 +63,7 @@ int32_t pw_matmul(const pw_matmul_call* call) {
   }
   if (call->seconds != nullptr) {
     call->seconds[0] = prepared_s - start_s;
-    call->seconds[1] = now_s() - prepared_s;
+    call->seconds[1] = pw::now_s() - prepared_s;
   }
   return PW_OK;
 }

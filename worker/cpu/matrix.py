@@ -14,6 +14,8 @@ from worker.cpu.library import Library
 from worker.cpu.structs import Code, MatmulCallStruct, WeightStruct
 
 ROW_GROUP = 16  # rows that are interleaved, the unit of work of the kernels
+# For weights whose values do not matter: ordinary numbers in every format (f16 0x2a2a is 0.05).
+FILL_BYTE = 0x2A
 
 
 class Matrix:

@@ -2,8 +2,8 @@
 #include "measure_kernels.h"
 
 #include <atomic>
-#include <ctime>
 
+#include "clock.h"
 #include "isa.h"
 #include "pw_cpu.h"
 #include "team.h"
@@ -24,12 +24,6 @@ const MeasureKernels& measure_kernels() {
 namespace {
 
 constexpr int64_t kPeakRounds = 1 << 20;
-
-double now_s() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
 
 struct ReadJob {
   const uint8_t* memory;

@@ -10,27 +10,20 @@ constexpr size_t kPartialBytes = 16 << 20;
 constexpr int32_t kUnitsPerThread = 4;  // as many tiles as this keep the threads evenly busy without splitting
 constexpr int64_t kSerialMergeFloats = 8192;
 
-struct Shape {
-  int32_t n_heads, n_kv_heads, head_dim, window_tokens;
-  int32_t per_kv_head() const { return n_heads / n_kv_heads; }
-};
-
-Shape shape_of(const pw_op& op) { return {op.i[0], op.i[1], op.i[2], op.i[6]}; }
-
 AttentionTile make_tile(const Run& run, const pw_op& op, const QueryTile& query, int32_t kv_head, int32_t head_begin,
                         int32_t n_heads) {
-  const Shape shape = shape_of(op);
-  const int64_t first_float = int64_t{kv_head * shape.per_kv_head() + head_begin} * shape.head_dim;
+  const AttentionArgs args(op);
+  const int64_t first_float = int64_t{kv_head * args.per_kv_head() + head_begin} * args.head_dim;
   AttentionTile tile{};
-  tile.layer = &run.step.kv->layer(op.i[5]);
+  tile.layer = &run.step.kv->layer(args.kv_layer);
   tile.pages = run.batch.page_tables + int64_t{query.sequence} * run.batch.page_table_stride;
   tile.kv_head = kv_head;
   tile.n_tokens = query.n_tokens;
   tile.n_heads = n_heads;
   tile.first_position = query.first_position;
-  tile.window_tokens = shape.window_tokens;
-  tile.score_scale = op.f[0];
-  tile.score_softcap = op.f[1];
+  tile.window_tokens = args.window_tokens;
+  tile.score_scale = args.score_scale;
+  tile.score_softcap = args.score_softcap;
   tile.query = run.row(op.in[0], query.first_row) + first_float;
   tile.output = run.row(op.out[0], query.first_row) + first_float;
   tile.token_stride = run.width(op.in[0]);
@@ -39,13 +32,13 @@ AttentionTile make_tile(const Run& run, const pw_op& op, const QueryTile& query,
 }
 
 void run_whole_tiles(Run& run, const pw_op& op, const TilePlan& plan) {
-  const Shape shape = shape_of(op);
-  const int64_t n_units = static_cast<int64_t>(plan.tiles.size()) * shape.n_kv_heads;
+  const AttentionArgs args(op);
+  const int64_t n_units = static_cast<int64_t>(plan.tiles.size()) * args.n_kv_heads;
   run.member.parallel(n_units, 1, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
-      const QueryTile& query = plan.tiles[unit / shape.n_kv_heads];
-      const int32_t kv_head = static_cast<int32_t>(unit % shape.n_kv_heads);
-      run.step.element->attend(make_tile(run, op, query, kv_head, 0, shape.per_kv_head()));
+      const QueryTile& query = plan.tiles[unit / args.n_kv_heads];
+      const int32_t kv_head = static_cast<int32_t>(unit % args.n_kv_heads);
+      run.step.element->attend(make_tile(run, op, query, kv_head, 0, args.per_kv_head()));
     }
   });
 }
@@ -76,21 +69,20 @@ struct Partials {
 
 class SplitAttention {
  public:
-  SplitAttention(Run& run, const pw_op& op, const TilePlan& plan)
-      : run_(run), op_(op), plan_(plan), shape_(shape_of(op)) {
+  SplitAttention(Run& run, const pw_op& op, const TilePlan& plan) : run_(run), op_(op), plan_(plan), args_(op) {
     int64_t n_units = 0;
     for (const QueryTile& query : plan.tiles) {
-      const int32_t splits = splits_of(query, shape_.window_tokens).count;
-      n_units += int64_t{splits} * shape_.n_kv_heads;
-      n_results_ += int64_t{splits} * query.n_tokens * shape_.n_heads;
+      const int32_t splits = splits_of(query, args_.window_tokens).count;
+      n_units += int64_t{splits} * args_.n_kv_heads;
+      n_results_ += int64_t{splits} * query.n_tokens * args_.n_heads;
     }
     const int64_t wanted = int64_t{run.member.n_threads()} * kUnitsPerThread / 2;
     const int64_t parts = n_units >= wanted ? 1 : (wanted + n_units - 1) / n_units;
-    parts_ = {static_cast<int32_t>(parts < shape_.per_kv_head() ? parts : shape_.per_kv_head()), shape_.per_kv_head()};
+    parts_ = {static_cast<int32_t>(parts < args_.per_kv_head() ? parts : args_.per_kv_head()), args_.per_kv_head()};
     n_units_ = n_units * parts_.n_parts;
     Carver carver(run.step.shared_scratch);
     partials_.states = carver.take<AttentionState>(n_results_);
-    partials_.values = carver.take<float>(n_results_ * shape_.head_dim);
+    partials_.values = carver.take<float>(n_results_ * args_.head_dim);
     fits_ = carver.used_bytes() <= run.step.shared_scratch_bytes;
   }
 
@@ -103,7 +95,7 @@ class SplitAttention {
   }
 
   void merge() {
-    if (n_results_ * shape_.head_dim <= kSerialMergeFloats) {
+    if (n_results_ * args_.head_dim <= kSerialMergeFloats) {
       run_.member.serial([&] { merge_heads(0, n_merges()); });
     } else {
       run_.member.parallel(n_merges(), 1, [&](int64_t begin, int64_t end) { merge_heads(begin, end); });
@@ -111,16 +103,16 @@ class SplitAttention {
   }
 
  private:
-  int64_t n_merges() const { return static_cast<int64_t>(plan_.tiles.size()) * shape_.n_kv_heads * parts_.n_parts; }
+  int64_t n_merges() const { return static_cast<int64_t>(plan_.tiles.size()) * args_.n_kv_heads * parts_.n_parts; }
 
   void compute_unit(int64_t unit) {
     int64_t first_result = 0;
     for (const QueryTile& query : plan_.tiles) {
-      const Splits splits = splits_of(query, shape_.window_tokens);
-      const int64_t units = int64_t{splits.count} * shape_.n_kv_heads * parts_.n_parts;
+      const Splits splits = splits_of(query, args_.window_tokens);
+      const int64_t units = int64_t{splits.count} * args_.n_kv_heads * parts_.n_parts;
       if (unit < units) return compute_split(query, splits, unit, first_result);
       unit -= units;
-      first_result += int64_t{splits.count} * query.n_tokens * shape_.n_heads;
+      first_result += int64_t{splits.count} * query.n_tokens * args_.n_heads;
     }
   }
 
@@ -131,40 +123,40 @@ class SplitAttention {
     const int64_t result = first_result + results_before(query, splits, kv_head, part) + split;
     const AttentionTile tile = make_tile(run_, op_, query, kv_head, parts_.begin(part), parts_.size(part));
     run_.step.element->attend_split(tile, splits.first + split, partials_.states + result,
-                                    partials_.values + result * shape_.head_dim, splits.count);
+                                    partials_.values + result * args_.head_dim, splits.count);
   }
 
   int64_t results_before(const QueryTile& query, Splits splits, int32_t kv_head, int32_t part) const {
-    return int64_t{kv_head * shape_.per_kv_head() + parts_.begin(part)} * query.n_tokens * splits.count;
+    return int64_t{kv_head * args_.per_kv_head() + parts_.begin(part)} * query.n_tokens * splits.count;
   }
 
   // unit = (tile, kv head, part)
   void merge_heads(int64_t begin, int64_t end) {
     int64_t unit = 0, first_result = 0;
     for (const QueryTile& query : plan_.tiles) {
-      const Splits splits = splits_of(query, shape_.window_tokens);
-      for (int32_t kv_head = 0; kv_head < shape_.n_kv_heads; ++kv_head)
+      const Splits splits = splits_of(query, args_.window_tokens);
+      for (int32_t kv_head = 0; kv_head < args_.n_kv_heads; ++kv_head)
         for (int32_t part = 0; part < parts_.n_parts; ++part, ++unit)
           if (unit >= begin && unit < end) merge_block(query, splits, kv_head, part, first_result);
-      first_result += int64_t{splits.count} * query.n_tokens * shape_.n_heads;
+      first_result += int64_t{splits.count} * query.n_tokens * args_.n_heads;
     }
   }
 
   void merge_block(const QueryTile& query, Splits splits, int32_t kv_head, int32_t part, int64_t first_result) {
     int64_t result = first_result + results_before(query, splits, kv_head, part);
-    const int32_t first_head = kv_head * shape_.per_kv_head() + parts_.begin(part);
+    const int32_t first_head = kv_head * args_.per_kv_head() + parts_.begin(part);
     for (int32_t token = 0; token < query.n_tokens; ++token)
       for (int32_t h = 0; h < parts_.size(part); ++h, result += splits.count) {
-        float* out = run_.row(op_.out[0], query.first_row + token) + int64_t{first_head + h} * shape_.head_dim;
-        run_.step.element->merge_splits(partials_.states + result, partials_.values + result * shape_.head_dim,
-                                        splits.count, shape_.head_dim, out);
+        float* out = run_.row(op_.out[0], query.first_row + token) + int64_t{first_head + h} * args_.head_dim;
+        run_.step.element->merge_splits(partials_.states + result, partials_.values + result * args_.head_dim,
+                                        splits.count, args_.head_dim, out);
       }
   }
 
   Run& run_;
   const pw_op& op_;
   const TilePlan& plan_;
-  const Shape shape_;
+  const AttentionArgs args_;
   Parts parts_{1, 1};
   int64_t n_units_ = 0;
   int64_t n_results_ = 0;
@@ -198,14 +190,14 @@ void plan_tiles(Step& step, const pw_batch& batch) {
 size_t attention_shared_bytes(const Step& step, const pw_op&) { return step.team->size() > 1 ? kPartialBytes : 0; }
 
 size_t attention_thread_bytes(const Step& step, const pw_op& op, const OpPlan& plan) {
-  const Shape shape = shape_of(op);
-  const int32_t n_rows = step.tile_plans[plan.tile_plan].tile_tokens * shape.per_kv_head();
-  return step.element->attention_scratch_bytes(n_rows, shape.head_dim);
+  const AttentionArgs args(op);
+  const int32_t n_rows = step.tile_plans[plan.tile_plan].tile_tokens * args.per_kv_head();
+  return step.element->attention_scratch_bytes(n_rows, args.head_dim);
 }
 
 void run_attention(Run& run, const pw_op& op, const OpPlan& plan) {
   const TilePlan& tiles = run.step.tile_plans[plan.tile_plan];
-  const int64_t n_units = static_cast<int64_t>(tiles.tiles.size()) * op.i[1];
+  const int64_t n_units = static_cast<int64_t>(tiles.tiles.size()) * AttentionArgs(op).n_kv_heads;
   const int32_t n_threads = run.member.n_threads();
   if (n_threads == 1 || n_units >= int64_t{n_threads} * kUnitsPerThread) return run_whole_tiles(run, op, tiles);
   SplitAttention split(run, op, tiles);

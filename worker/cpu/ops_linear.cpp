@@ -18,7 +18,7 @@ PreparedInputs prepare_inputs(Run& run, const pw_op& op, int32_t n_rows) {
   PreparedInputs inputs;
   bool done[kForms] = {};
   Carver carver(run.step.shared_scratch);
-  for (int32_t j = 0; j < op.i[0]; ++j) {
+  for (int32_t j = 0; j < LinearArgs(op).n_outputs; ++j) {
     const pw_weight& weight = run.weight(op.weight[j]);
     const ActForm form = activation_form(weight.type);
     const int32_t slot = static_cast<int32_t>(form);
@@ -33,6 +33,7 @@ PreparedInputs prepare_inputs(Run& run, const pw_op& op, int32_t n_rows) {
 
 // One output's product as the kernels want it.
 Matmul product(const Run& run, const pw_op& op, int32_t j, const PreparedInputs& inputs) {
+  const LinearArgs args(op);
   const pw_weight& weight = run.weight(op.weight[j]);
   Matmul m{};
   m.weight = &weight;
@@ -40,8 +41,8 @@ Matmul product(const Run& run, const pw_op& op, int32_t j, const PreparedInputs&
   m.output = run.row(op.out[j], 0);
   m.output_stride = run.width(op.out[j]);
   m.bias = run.vector(op.bias[j]);
-  m.accumulate = j == 0 && op.i[1] == 1;
-  m.scale = op.f[0] != 0.0f ? op.f[0] : 1.0f;
+  m.accumulate = j == 0 && args.accumulates;
+  m.scale = args.scale;
   return m;
 }
 
@@ -50,8 +51,8 @@ struct RowRange {
 };
 
 RowRange rows_of_groups(const pw_weight& weight, int32_t group_begin, int32_t group_end) {
-  const int32_t end = group_end * kGroupRows;
-  return {group_begin * kGroupRows, end < weight.rows ? end : weight.rows};
+  const int32_t end = group_end * kRowGroup;
+  return {group_begin * kRowGroup, end < weight.rows ? end : weight.rows};
 }
 
 // Gate, up and their gated product for the same rows, without a barrier between.
@@ -64,35 +65,37 @@ void run_gated(Run& run, const pw_op& op, const pw_op& glu, const PreparedInputs
     run.step.matmul->matmul(&up, group_begin, group_end, run.scratch());
     const RowRange rows = rows_of_groups(*gate.weight, group_begin, group_end);
     for (int32_t r = 0; r < n_rows; ++r)
-      run.step.element->glu(glu.i[0], run.row(op.out[0], r) + rows.begin, run.row(op.out[1], r) + rows.begin,
+      run.step.element->glu(glu_activation(glu), run.row(op.out[0], r) + rows.begin, run.row(op.out[1], r) + rows.begin,
                             rows.end - rows.begin, run.row(glu.out[0], r) + rows.begin);
   });
 }
 
 void cap_rows(Run& run, const pw_op& op, int32_t j, RowRange range, int32_t n_rows) {
   for (int32_t r = 0; r < n_rows; ++r)
-    run.step.element->soft_cap(run.row(op.out[j], r) + range.begin, range.end - range.begin, op.f[1]);
+    run.step.element->soft_cap(run.row(op.out[j], r) + range.begin, range.end - range.begin, LinearArgs(op).softcap);
 }
 
 // The row groups of all outputs in one sequence, so that they share the threads evenly.
 void run_outputs(Run& run, const pw_op& op, const PreparedInputs& inputs, int32_t n_rows) {
+  const LinearArgs args(op);
   Matmul products[kMaxOutputs];
   int64_t first_group[kMaxOutputs + 1] = {};
-  for (int32_t j = 0; j < op.i[0]; ++j) {
+  for (int32_t j = 0; j < args.n_outputs; ++j) {
     products[j] = product(run, op, j, inputs);
     first_group[j + 1] = first_group[j] + row_groups(*products[j].weight);
   }
-  const int64_t n_groups = first_group[op.i[0]];
+  const int64_t n_groups = first_group[args.n_outputs];
   const int64_t piece = group_piece(run, *products[0].weight, n_groups, n_rows);
   run.member.parallel(n_groups, piece, [&](int64_t begin, int64_t end) {
-    for (int32_t j = 0; j < op.i[0]; ++j) {
+    for (int32_t j = 0; j < args.n_outputs; ++j) {
       const int64_t from = begin > first_group[j] ? begin : first_group[j];
       const int64_t to = end < first_group[j + 1] ? end : first_group[j + 1];
       if (from >= to) continue;
       const int32_t group_begin = static_cast<int32_t>(from - first_group[j]);
       const int32_t group_end = static_cast<int32_t>(to - first_group[j]);
       run.step.matmul->matmul(&products[j], group_begin, group_end, run.scratch());
-      if (op.f[1] != 0.0f) cap_rows(run, op, j, rows_of_groups(*products[j].weight, group_begin, group_end), n_rows);
+      if (args.softcap != 0.0f)
+        cap_rows(run, op, j, rows_of_groups(*products[j].weight, group_begin, group_end), n_rows);
     }
   });
 }
@@ -117,8 +120,8 @@ void prepare_activations(Run& run, const Activations& activations, const float* 
 }
 
 int64_t group_piece(const Run& run, const pw_weight& weight, int64_t n_units, int32_t n_rows) {
-  const double bytes_ns = static_cast<double>(pw_file_bytes(weight.type, kGroupRows, weight.cols)) / kBytesPerNs;
-  const double compute_ns = double{kGroupRows} * weight.cols * n_rows / kMultiplyAddsPerNs;
+  const double bytes_ns = static_cast<double>(pw_file_bytes(weight.type, kRowGroup, weight.cols)) / kBytesPerNs;
+  const double compute_ns = double{kRowGroup} * weight.cols * n_rows / kMultiplyAddsPerNs;
   const double group_ns = bytes_ns > compute_ns ? bytes_ns : compute_ns;
   const int64_t at_least = n_rows > 1 ? 2 : 1;  // wide kernels take two row groups at a time
   return piece_of(n_units, run.member.n_threads(), at_least, static_cast<int64_t>(kPieceNs / group_ns));
@@ -127,7 +130,8 @@ int64_t group_piece(const Run& run, const pw_weight& weight, int64_t n_units, in
 size_t linear_shared_bytes(const Step& step, const pw_op& op) {
   const int32_t n_rows = step.buffers[op.in[0]].is_output ? step.max_outputs : step.max_tokens;
   Carver carver(nullptr);
-  for (int32_t j = 0; j < op.i[0]; ++j) carver.take<uint8_t>(activations_bytes(step, op.weight[j], n_rows));
+  for (int32_t j = 0; j < LinearArgs(op).n_outputs; ++j)
+    carver.take<uint8_t>(activations_bytes(step, op.weight[j], n_rows));
   return carver.used_bytes();
 }
 

@@ -19,7 +19,7 @@ struct RouterScratch {
 RouterScratch carve_router(Carver& carver, const Step& step, const pw_op& op, int32_t n_rows) {
   RouterScratch scratch;
   scratch.activations = carver.take<uint8_t>(activations_bytes(step, op.weight[0], n_rows));
-  scratch.probabilities = carver.take<float>(size_t(n_rows) * op.i[0]);
+  scratch.probabilities = carver.take<float>(size_t(n_rows) * RouterArgs(op).n_experts);
   return scratch;
 }
 
@@ -41,20 +41,20 @@ int32_t best_expert(const float* probabilities, const float* bias, int32_t n_exp
 }
 
 void choose_experts(const Run& run, const pw_op& op, float* probabilities, int32_t* ids, float* weights) {
-  const int32_t n_experts = op.i[0], k = op.i[1];
-  if (op.i[2] == 0)
-    run.step.element->softmax(probabilities, n_experts);
+  const RouterArgs args(op);
+  if (args.is_sigmoid)
+    run.step.element->sigmoid(probabilities, args.n_experts);
   else
-    run.step.element->sigmoid(probabilities, n_experts);
+    run.step.element->softmax(probabilities, args.n_experts);
   float sum = 0.0f;
-  for (int32_t j = 0; j < k; ++j) {
-    ids[j] = best_expert(probabilities, run.vector(op.bias[0]), n_experts, ids, j);
+  for (int32_t j = 0; j < args.n_used; ++j) {
+    ids[j] = best_expert(probabilities, run.vector(op.bias[0]), args.n_experts, ids, j);
     weights[j] = probabilities[ids[j]];
     sum += weights[j];
   }
-  float factor = op.f[0];
-  if (op.i[3] == 1 && sum > 0.0f) factor /= sum;
-  for (int32_t j = 0; j < k; ++j) weights[j] *= factor;
+  float factor = args.scale;
+  if (args.normalizes && sum > 0.0f) factor /= sum;
+  for (int32_t j = 0; j < args.n_used; ++j) weights[j] *= factor;
 }
 
 // ---- experts ----
@@ -82,7 +82,7 @@ struct MoeScratch {
 MoeScratch carve_moe(Carver& carver, const Step& step, const pw_op& op, int32_t n_tokens) {
   const pw_weight& gate = step.weights[op.weight[0]];
   const pw_weight& down = step.weights[op.weight[2]];
-  const size_t n_slots = size_t(n_tokens) * op.i[1], n_experts = gate.experts;
+  const size_t n_slots = size_t(n_tokens) * MoeArgs(op).n_used, n_experts = gate.experts;
   MoeScratch s;
   s.routing.first = carver.take<int32_t>(n_experts + 1);
   s.routing.slots = carver.take<int32_t>(n_slots);
@@ -106,11 +106,12 @@ class Experts {
   Experts(Run& run, const pw_op& op)
       : run_(run),
         op_(op),
+        args_(op),
         gate_(run.weight(op.weight[0])),
         up_(run.weight(op.weight[1])),
         down_(run.weight(op.weight[2])),
         n_tokens_(run.batch.n_tokens),
-        n_slots_(n_tokens_ * op.i[1]) {
+        n_slots_(n_tokens_ * args_.n_used) {
     Carver carver(run.step.shared_scratch);
     scratch_ = carve_moe(carver, run.step, op, n_tokens_);
   }
@@ -148,7 +149,7 @@ class Experts {
     for (int32_t slot = n_slots_ - 1; slot >= 0; --slot) {
       const int32_t place = --r.first[ids[slot]];
       r.slots[place] = slot;
-      r.tokens[place] = slot / op_.i[1];
+      r.tokens[place] = slot / args_.n_used;
     }
     list_active();
   }
@@ -230,11 +231,12 @@ class Experts {
     m.weight = &up_;
     m.output = scratch_.up + first_row * gate_.rows;
     run_.step.matmul->matmul(&m, group_begin, group_end, run_.scratch());
-    const int32_t begin = group_begin * kGroupRows;
-    const int32_t end = group_end * kGroupRows < gate_.rows ? group_end * kGroupRows : gate_.rows;
+    const int32_t begin = group_begin * kRowGroup;
+    const int32_t end = group_end * kRowGroup < gate_.rows ? group_end * kRowGroup : gate_.rows;
     for (int32_t i = 0; i < count(expert); ++i) {
       const int64_t at = (first_row + i) * gate_.rows + begin;
-      run_.step.element->glu(op_.i[0], scratch_.hidden + at, scratch_.up + at, end - begin, scratch_.hidden + at);
+      run_.step.element->glu(args_.activation, scratch_.hidden + at, scratch_.up + at, end - begin,
+                             scratch_.hidden + at);
     }
   }
 
@@ -252,15 +254,16 @@ class Experts {
   }
 
   void add_up() {
-    const int32_t k = op_.i[1];
     run_.each_row(n_tokens_, [&](int32_t token) {
-      run_.step.element->weighted_sum(scratch_.results + int64_t{token} * k * down_.rows, run_.row(op_.in[2], token), k,
-                                      down_.rows, op_.i[2] == 1, run_.row(op_.out[0], token));
+      const float* results = scratch_.results + int64_t{token} * args_.n_used * down_.rows;
+      run_.step.element->weighted_sum(results, run_.row(op_.in[2], token), args_.n_used, down_.rows, args_.accumulates,
+                                      run_.row(op_.out[0], token));
     });
   }
 
   Run& run_;
   const pw_op& op_;
+  const MoeArgs args_;
   const pw_weight& gate_;
   const pw_weight& up_;
   const pw_weight& down_;
@@ -302,7 +305,7 @@ void run_router(Run& run, const pw_op& op) {
     run.step.matmul->matmul(&m, static_cast<int32_t>(begin), static_cast<int32_t>(end), run.scratch());
   });
   run.each_row(n_rows, [&](int32_t row) {
-    choose_experts(run, op, scratch.probabilities + int64_t{row} * op.i[0],
+    choose_experts(run, op, scratch.probabilities + int64_t{row} * RouterArgs(op).n_experts,
                    reinterpret_cast<int32_t*>(run.row(op.out[0], row)), run.row(op.out[1], row));
   });
 }

@@ -25,16 +25,12 @@ void fill_table_row(const RopeTable& table, const float* frequencies, int32_t to
   }
 }
 
-struct Heads {
-  int32_t n_heads, n_kv_heads, head_dim, per_kv_head;
-};
-
-RopeHead head_shape(const Run& run, const pw_op& op, const RopeTable& table, int32_t token, int32_t norm) {
+RopeHead head_shape(const Run& run, const RopeStoreArgs& args, const RopeTable& table, int32_t token, int32_t norm) {
   RopeHead shape{};
-  shape.head_dim = op.i[2];
-  shape.rope_dim = op.i[3];
+  shape.head_dim = args.head_dim;
+  shape.rope_dim = args.rope_dim;
   shape.interleaved = table.interleaved;
-  shape.norm_eps = op.f[0];
+  shape.norm_eps = args.norm_eps;
   shape.norm_weight = run.vector(norm);
   shape.cosines = table.cosines + int64_t{token} * table.width;
   shape.sines = table.sines + int64_t{token} * table.width;
@@ -44,21 +40,21 @@ RopeHead head_shape(const Run& run, const pw_op& op, const RopeTable& table, int
 // One token's key/value head with the query heads that share it.
 void store_head(Run& run, const pw_op& op, const RopeTable& table, int32_t sequence, int32_t token, int32_t kv_head) {
   const ElementKernels& element = *run.step.element;
-  const Heads heads{op.i[0], op.i[1], op.i[2], op.i[0] / op.i[1]};
-  const RopeHead query_shape = head_shape(run, op, table, token, op.weight[0]);
-  float* query = run.row(op.in[0], token) + kv_head * heads.per_kv_head * heads.head_dim;
-  for (int32_t h = 0; h < heads.per_kv_head; ++h) {
-    float* head = query + h * heads.head_dim;
+  const RopeStoreArgs args(op);
+  const RopeHead query_shape = head_shape(run, args, table, token, args.query_norm);
+  float* query = run.row(op.in[0], token) + kv_head * args.per_kv_head() * args.head_dim;
+  for (int32_t h = 0; h < args.per_kv_head(); ++h) {
+    float* head = query + h * args.head_dim;
     element.rope(query_shape, head, head);
   }
-  const KvLayer& layer = run.step.kv->layer(op.i[5]);
+  const KvLayer& layer = run.step.kv->layer(args.kv_layer);
   const int32_t position = run.batch.positions[token];
   const int32_t* pages = run.batch.page_tables + int64_t{sequence} * run.batch.page_table_stride;
   uint8_t* block = layer.block(pages[position / PW_PAGE_TOKENS], kv_head);
-  float* key = run.row(op.in[1], token) + kv_head * heads.head_dim;
-  element.rope(head_shape(run, op, table, token, op.weight[1]), key, key);
+  float* key = run.row(op.in[1], token) + kv_head * args.head_dim;
+  element.rope(head_shape(run, args, table, token, args.key_norm), key, key);
   element.store_key(layer, block, position % PW_PAGE_TOKENS, key);
-  element.store_value(layer, block, position % PW_PAGE_TOKENS, run.row(op.in[2], token) + kv_head * heads.head_dim);
+  element.store_value(layer, block, position % PW_PAGE_TOKENS, run.row(op.in[2], token) + kv_head * args.head_dim);
 }
 
 int32_t sequence_of(const pw_batch& batch, int32_t token) {
@@ -78,7 +74,7 @@ void run_rope_store(Run& run, const pw_op& op, const OpPlan& plan) {
   if (plan.fills_table)
     run.each_row(run.batch.n_tokens,
                  [&](int32_t token) { fill_table_row(table, frequencies, token, run.batch.positions[token]); });
-  const int32_t n_kv_heads = op.i[1];
+  const int32_t n_kv_heads = RopeStoreArgs(op).n_kv_heads;
   const int64_t n_units = int64_t{run.batch.n_tokens} * n_kv_heads;
   run.member.parallel(n_units, piece_of(n_units, run.member.n_threads()), [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {

@@ -11,22 +11,25 @@ void run_embed(Run& run, const pw_op& op) {
   run.each_row(run.batch.n_tokens, [&](int32_t token) {
     float* out = run.row(op.out[0], token);
     run.step.matmul->dequantize_row(table.type, table.file + run.batch.token_ids[token] * row_bytes, table.cols, out);
-    if (op.f[0] != 1.0f) run.step.element->scale(out, table.cols, op.f[0]);
+    if (embed_scale(op) != 1.0f) run.step.element->scale(out, table.cols, embed_scale(op));
   });
 }
 
 void run_rms_norm(Run& run, const pw_op& op) {
+  const RmsNormArgs args(op);
   const float* weight = run.vector(op.weight[0]);
   const int32_t width = run.width(op.in[0]);
   run.each_row(run.rows(op.in[0]), [&](int32_t row) {
-    run.step.element->rms_norm(run.row(op.in[0], row), weight, op.f[0], width, op.i[0] == 1, run.row(op.out[0], row));
+    run.step.element->rms_norm(run.row(op.in[0], row), weight, args.eps, width, args.accumulates,
+                               run.row(op.out[0], row));
   });
 }
 
 void run_glu(Run& run, const pw_op& op) {
   const int32_t width = run.width(op.out[0]);
   run.each_row(run.rows(op.in[0]), [&](int32_t row) {
-    run.step.element->glu(op.i[0], run.row(op.in[0], row), run.row(op.in[1], row), width, run.row(op.out[0], row));
+    run.step.element->glu(glu_activation(op), run.row(op.in[0], row), run.row(op.in[1], row), width,
+                          run.row(op.out[0], row));
   });
 }
 

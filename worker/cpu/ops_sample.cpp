@@ -8,12 +8,12 @@ namespace pw {
 
 size_t sample_thread_bytes(const Step&, const pw_op& op) {
   Carver carver(nullptr);
-  carve_sampler(carver, op.i[0]);
+  carve_sampler(carver, sample_vocabulary(op));
   return carver.used_bytes();
 }
 
 void run_sample(Run& run, const pw_op& op) {
-  const int32_t n_vocab = op.i[0];
+  const int32_t n_vocab = sample_vocabulary(op);
   const pw_batch& batch = run.batch;
   run.each_row(batch.n_outputs, [&](int32_t output) {
     const float* logits = run.row(op.in[0], output);

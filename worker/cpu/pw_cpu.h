@@ -72,10 +72,14 @@ void pw_team_destroy(pw_team* team);
 typedef struct pw_kv pw_kv;
 enum { PW_KV_F16 = 1, PW_KV_Q8_0 = 8 }; /* ggml type ids */
 /* Pages of PW_PAGE_TOKENS tokens; a page id holds its tokens in all layers. Memory is committed when touched. */
-pw_kv* pw_kv_create(int32_t type, int32_t n_layers, const int32_t* n_kv_heads, const int32_t* head_dims, int32_t n_pages);
+pw_kv* pw_kv_create(int32_t type, int32_t n_layers, const int32_t* n_kv_heads, const int32_t* head_dims,
+                    int32_t n_pages);
 void pw_kv_destroy(pw_kv* kv);
 int64_t pw_kv_page_bytes(const pw_kv* kv); /* one page, all layers */
 int32_t pw_kv_copy_page(pw_kv* kv, int32_t source, int32_t destination);
+/* Where a layer's pages lie, as kv_layer.h has them, and the bytes from one head's pages to the next's; NULL for a layer
+ * that does not exist. The region begins at a page of memory. */
+void* pw_kv_layer_memory(const pw_kv* kv, int32_t layer, int64_t* head_bytes);
 /* for tests and measuring: keys and values of one token of one head, as f32[head_dim] */
 int32_t pw_kv_read(const pw_kv* kv, int32_t layer, int32_t head, int32_t page, int32_t slot, float* key, float* value);
 

@@ -37,7 +37,7 @@ typedef struct {
   int32_t file; /* descriptor */
   int32_t buffer;
   int32_t n_released; /* does not fall from part to part */
-  int32_t reserved;
+  int32_t n_released_again; /* the same in later rounds, counted from the begin of the round before */
 } pw_part;
 
 typedef struct {
@@ -50,12 +50,15 @@ typedef struct {
   int32_t n_buffers;
   int32_t n_readers;
   int32_t n_slots; /* of each reader, for a piece each: one is copied from while another is filled */
+  int32_t repeats; /* after the last part the first one comes again, round after round; all parts have buffers */
+  int32_t reserved;
 } pw_feed_plan;
 
 typedef struct pw_feed pw_feed;
 /* Copies the plan and starts the readers; NULL with words in pw_last_error when the device refuses. */
 pw_feed* pw_feed_start(const pw_feed_plan* plan);
-/* Blocks until all copies of a part are queued; what is queued on the plan's stream from now on runs behind them. */
+/* Blocks until all copies of a part are queued; what is queued on the plan's stream from now on runs behind them. Of a
+ * plan that repeats, each part is awaited once a round. */
 int32_t pw_feed_await(pw_feed* feed, int32_t part);
 /* What is queued on the plan's stream by now is the last use of a raw buffer's content; counts one release. */
 int32_t pw_feed_release(pw_feed* feed, int32_t buffer);

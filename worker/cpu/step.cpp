@@ -3,9 +3,9 @@
 
 #include <cstdio>
 #include <cstring>
-#include <ctime>
 #include <new>
 
+#include "clock.h"
 #include "error.h"
 #include "isa.h"
 
@@ -14,34 +14,28 @@ namespace {
 
 std::atomic<uint64_t> step_calls{0};
 
-double now_s() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
 // ---- creation ----
 
-bool same_table(const RopeTable& table, const pw_op& op) {
-  return table.weight == op.weight[2] && table.rope_dim == op.i[3] && table.interleaved == (op.i[4] == 0) &&
-         table.magnitude == op.f[1];
+bool same_table(const RopeTable& table, const RopeStoreArgs& args) {
+  return table.weight == args.frequencies && table.rope_dim == args.rope_dim && table.interleaved == args.interleaved &&
+         table.magnitude == args.magnitude;
 }
 
-void plan_rope(Step& step, const pw_op& op, OpPlan& plan) {
+void plan_rope(Step& step, const RopeStoreArgs& args, OpPlan& plan) {
   for (size_t index = 0; index < step.rope_tables.size(); ++index)
-    if (same_table(step.rope_tables[index], op)) {
+    if (same_table(step.rope_tables[index], args)) {
       plan.rope_table = static_cast<int32_t>(index);
       return;
     }
-  const bool interleaved = op.i[4] == 0;
   plan.rope_table = static_cast<int32_t>(step.rope_tables.size());
   plan.fills_table = true;
+  const int32_t width = args.interleaved ? args.rope_dim : args.rope_dim / 2;
   step.rope_tables.push_back(
-      {op.weight[2], op.i[3], interleaved, op.f[1], interleaved ? op.i[3] : op.i[3] / 2, nullptr, nullptr});
+      {args.frequencies, args.rope_dim, args.interleaved, args.magnitude, width, nullptr, nullptr});
 }
 
-void plan_attention(Step& step, const pw_op& op, OpPlan& plan) {
-  const int32_t tile_tokens = tile_tokens_for(op.i[0] / op.i[1]);
+void plan_attention(Step& step, const AttentionArgs& args, OpPlan& plan) {
+  const int32_t tile_tokens = tile_tokens_for(args.per_kv_head());
   for (size_t index = 0; index < step.tile_plans.size(); ++index)
     if (step.tile_plans[index].tile_tokens == tile_tokens) plan.tile_plan = static_cast<int32_t>(index);
   if (plan.tile_plan >= 0) return;
@@ -52,16 +46,18 @@ void plan_attention(Step& step, const pw_op& op, OpPlan& plan) {
 
 // Gate and up whose only purpose is the gated product that follows.
 bool can_fuse(const pw_op& linear, const pw_op& next) {
-  return linear.kind == PW_OP_LINEAR && linear.i[0] == 2 && linear.i[1] == 0 && linear.f[1] == 0.0f &&
-         next.kind == PW_OP_GLU && next.in[0] == linear.out[0] && next.in[1] == linear.out[1];
+  if (linear.kind != PW_OP_LINEAR || next.kind != PW_OP_GLU) return false;
+  const LinearArgs args(linear);
+  return args.n_outputs == 2 && !args.accumulates && args.softcap == 0.0f && next.in[0] == linear.out[0] &&
+         next.in[1] == linear.out[1];
 }
 
 void plan_ops(Step& step) {
   step.plans.assign(step.ops.size(), OpPlan{});
   for (size_t index = 0; index < step.ops.size(); ++index) {
     const pw_op& op = step.ops[index];
-    if (op.kind == PW_OP_ROPE_STORE) plan_rope(step, op, step.plans[index]);
-    if (op.kind == PW_OP_ATTENTION) plan_attention(step, op, step.plans[index]);
+    if (op.kind == PW_OP_ROPE_STORE) plan_rope(step, RopeStoreArgs(op), step.plans[index]);
+    if (op.kind == PW_OP_ATTENTION) plan_attention(step, AttentionArgs(op), step.plans[index]);
     if (index + 1 < step.ops.size() && can_fuse(op, step.ops[index + 1])) {
       step.plans[index].fused_glu = static_cast<int32_t>(index + 1);
       step.plans[index + 1].skip = true;

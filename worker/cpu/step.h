@@ -6,8 +6,10 @@
 #include <vector>
 
 #include "element_kernels.h"
+#include "formats.h"
 #include "kv_cache.h"
 #include "matmul.h"
+#include "op_args.h"
 #include "pw_cpu.h"
 #include "team.h"
 
@@ -150,8 +152,7 @@ Activations describe_activations(const Run& run, ActForm form, int32_t n_tokens,
 // Fills them from x [n_tokens, cols].
 void prepare_activations(Run& run, const Activations& activations, const float* x);
 
-constexpr int32_t kGroupRows = 16;  // weight rows that the kernels take at a time
-inline int32_t row_groups(const pw_weight& weight) { return (weight.rows + kGroupRows - 1) / kGroupRows; }
+inline int32_t row_groups(const pw_weight& weight) { return (weight.rows + kRowGroup - 1) / kRowGroup; }
 // How many of n_units row groups of `weight` one thread should take at a time, for n_rows rows of input.
 int64_t group_piece(const Run& run, const pw_weight& weight, int64_t n_units, int32_t n_rows);
 

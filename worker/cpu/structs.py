@@ -10,7 +10,6 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 
 ABI_VERSION = 1
-PAGE_TOKENS = 32
 MAX_TOP = 20
 
 
@@ -175,7 +174,7 @@ class PartStruct(ctypes.Structure):
         ("file", c_int32),
         ("buffer", c_int32),
         ("n_released", c_int32),
-        ("reserved", c_int32),
+        ("n_released_again", c_int32),
     ]
 
 
@@ -192,6 +191,8 @@ class FeedPlanStruct(ctypes.Structure):
         ("n_buffers", c_int32),
         ("n_readers", c_int32),
         ("n_slots", c_int32),
+        ("repeats", c_int32),
+        ("reserved", c_int32),
     ]
 
 

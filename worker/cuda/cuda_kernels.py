@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from worker.cuda import attention, exchange, ops, router, sampler
+from worker.cuda import attention, exchange, kv_pages, ops, router, sampler
 from worker.cuda.attention_values import FreshHeads, Heads, KvPointers, Rope, Scores, StepPointers
 from worker.cuda.blas import CuBlas
 from worker.cuda.device import Device
@@ -16,6 +16,7 @@ from worker.cuda.driver import Launcher
 from worker.cuda.formats import GpuMatrix, planar_row_bytes
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.kv_cache import KvLayerArrays
+from worker.cuda.kv_pages import HostLayer, PageList, Side
 from worker.cuda.linear import needs_codes
 from worker.cuda.matmul_moe import RouterRule
 from worker.cuda.memory import aligned
@@ -85,13 +86,9 @@ class CudaKernels(KernelSet):
     def _scratch_parts(self, oplist: OpList, max_tokens: int, max_outputs: int) -> tuple[int, int, int]:
         """Bytes for decode attention, the router and matrices; each keeps its own, because some counters persist."""
         rows = min(max_tokens, max_outputs)
-        attended = max(
-            (
-                attention.decode_workspace_bytes(self.launcher, heads, rows)
-                for heads in _attention_heads(oplist)
-            ),
-            default=0,
-        )
+        shapes = _attention_heads(oplist)
+        sizes = (attention.decode_workspace_bytes(self.launcher, heads, rows) for heads in shapes)
+        attended = max(sizes, default=0)
         routed = max((router.workspace_bytes(max_tokens, op.ints[0]) for op in _routers(oplist)), default=0)
         return (
             aligned(attended),
@@ -345,6 +342,9 @@ class CudaKernels(KernelSet):
         shape: StepShape,
     ) -> None:
         self._products.network(rows, source, matrices, hidden, out, activation, accumulate)
+
+    def move_pages(self, host: HostLayer, layer: KvLayerArrays, pages: PageList, to: Side) -> None:
+        kv_pages.move_pages(self.launcher, host, layer, pages, to)
 
     def select(self, shape: StepShape, source: Rows, out: Rows) -> None:
         ops.select_rows(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 256
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 _HOST_ALLOC_PORTABLE = 1
+_PINNED_FOR_KERNELS = 3  # cudaHostRegisterPortable and Mapped
 
 
 class HostBuffer(Protocol):
@@ -65,6 +66,12 @@ class Device(Protocol):
     def feed(self, plan: FeedPlan) -> Feed:
         """Start to read files into this device's memory."""
         ...
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        """Let kernels read and write this memory of the host in place. Raises EngineStartError."""
+        ...
+
+    def unpin(self, address: int) -> None: ...
 
     def copy_in(self, target: int, source: int, size_bytes: int) -> None: ...
 
@@ -185,6 +192,17 @@ class CudaDevice:
             )
         self.bind()
         return self._make_feed(plan)
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        try:
+            self._runtime.hostRegister(address, size_bytes, _PINNED_FOR_KERNELS)
+        except self._runtime.CUDARuntimeError as error:
+            raise EngineStartError(
+                f"gpu{self.ordinal} ({self.name}) can not use memory of the host in place: {error}"
+            ) from error
+
+    def unpin(self, address: int) -> None:
+        self._runtime.hostUnregister(address)
 
     def copy_in(self, target: int, source: int, size_bytes: int) -> None:
         self._runtime.memcpyAsync(target, source, size_bytes, _TO_DEVICE, self.stream)

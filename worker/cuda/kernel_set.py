@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from worker.cuda.kv_cache import KvLayerArrays
+from worker.cuda.kv_pages import HostLayer, PageList, Side
 from worker.cuda.values import Rows, RowTable, StepShape
 from worker.ops.oplist import OpList
 
@@ -169,6 +170,10 @@ class KernelSet(Protocol):
         shape: StepShape,
     ) -> None:
         """out (+)= down (act(gate x) * up x); `hidden` is room for what is between."""
+        ...
+
+    def move_pages(self, host: HostLayer, layer: KvLayerArrays, pages: PageList, to: Side) -> None:
+        """Copy pages of a layer that passes through, between the CPU's cache and the device's."""
         ...
 
     def select(self, shape: StepShape, source: Rows, out: Rows) -> None: ...

@@ -42,31 +42,48 @@ def unit_order(head_dim: int) -> NDArray[np.int32]:
     return units ^ (tokens * period // 8 & (period - 1))
 
 
-def cache_bytes(layers: tuple[KvLayer, ...], kv_type: str, n_pages: int) -> int:
+def cache_bytes(
+    layers: tuple[KvLayer, ...], kv_type: str, n_pages: int, passing: frozenset[int] = frozenset()
+) -> int:
     """What a DeviceKvCache of these takes of the device."""
-    total = 0
-    for layer in layers:
-        values = layer.n_kv_heads * PAGE_TOKENS * layer.head_dim * (n_pages + 1)
-        if kv_type == "f16":
-            total += 2 * aligned(2 * values)
-        else:
-            total += 2 * (aligned(values) + aligned(2 * values // GROUP))
-    return total
+    sizes = [_layer_bytes(layer, kv_type, n_pages) for layer in layers]
+    shared = max((sizes[index] for index in passing), default=0)
+    return shared + sum(size for index, size in enumerate(sizes) if index not in passing)
+
+
+def _layer_bytes(layer: KvLayer, kv_type: str, n_pages: int) -> int:
+    values = layer.n_kv_heads * PAGE_TOKENS * layer.head_dim * (n_pages + 1)
+    if kv_type == "f16":
+        return 2 * aligned(2 * values)
+    return 2 * (aligned(values) + aligned(2 * values // GROUP))
 
 
 class DeviceKvCache:
-    """`layers[i]` are the arrays of KV layer i, all in one allocation; page `scratch_page` belongs to nobody."""
+    """`layers[i]` are the arrays of KV layer i, all in one allocation; page `scratch_page` belongs to nobody. Layers in
+    `passing` share one place at its end, whose content is that of the last one that was put there.
+    """
 
-    def __init__(self, memory: DeviceMemory, layers: tuple[KvLayer, ...], kv_type: str, n_pages: int) -> None:
-        self._device = memory.device
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        layers: tuple[KvLayer, ...],
+        kv_type: str,
+        n_pages: int,
+        passing: frozenset[int] = frozenset(),
+    ) -> None:
+        self._device, self._passing = memory.device, passing
         self.n_pages, self.scratch_page = n_pages, n_pages
-        self.size_bytes = cache_bytes(layers, kv_type, n_pages)
+        self.size_bytes = cache_bytes(layers, kv_type, n_pages, passing)
         self.address = memory.take("kv", self.size_bytes)
-        end, arrays = self.address, []
-        for layer in layers:
-            arrays.append(self._placed(end, layer, kv_type == "q8_0"))
-            end += cache_bytes((layer,), kv_type, n_pages)
-        self.layers = tuple(arrays)
+        begins, end = {}, self.address
+        for index, layer in enumerate(layers):
+            if index not in passing:
+                begins[index] = end
+                end += _layer_bytes(layer, kv_type, n_pages)
+        is_q8 = kv_type == "q8_0"
+        self.layers = tuple(
+            self._placed(begins.get(index, end), layer, is_q8) for index, layer in enumerate(layers)
+        )
 
     def _placed(self, begin: int, layer: KvLayer, is_q8: bool) -> KvLayerArrays:
         one_page = layer.n_kv_heads * PAGE_TOKENS * layer.head_dim
@@ -82,8 +99,8 @@ class DeviceKvCache:
         self._device.fill_zero(self.address, self.size_bytes)
 
     def copy_page(self, source: int, destination: int) -> None:
-        """Queue the copy of a page, all layers."""
-        for layer in self.layers:
+        """Queue the copy of a page, all layers that have their place here."""
+        for layer in (kept for index, kept in enumerate(self.layers) if index not in self._passing):
             width_bytes = layer.page_value_count * (1 if layer.is_q8 else 2)
             self._copy(layer.keys, source, destination, width_bytes)
             self._copy(layer.values, source, destination, width_bytes)

@@ -107,6 +107,7 @@ class Lowering:
         buffers: tuple[Rows, ...],
         weights: DeviceWeights,
         cache: DeviceKvCache,
+        passing_layers: tuple[int, ...] = (),
     ) -> None:
         self.oplist, self.kernels = oplist, kernels
         self.buffers, self.weights, self.cache = buffers, weights, cache
@@ -114,7 +115,8 @@ class Lowering:
         self._routers = {
             product: (router, folded)
             for product, router in folded_routers(oplist).items()
-            if (folded := self._fold_router(product, router)) is not None
+            if oplist.ops[product].layer not in passing_layers
+            and (folded := self._fold_router(product, router)) is not None
         }
 
     def launches(self) -> tuple[Launch, ...]:

@@ -26,11 +26,13 @@ from worker.cuda.memory import (
     check_fits,
     context_need_bytes,
 )
+from worker.cuda.passing import MOST_READERS as PASSING_READERS
+from worker.cuda.passing import NOTHING, Passing, PassingWeights
 from worker.cuda.sampling import STEPS_IN_FLIGHT, SamplingBuffers, SamplingLimits
 from worker.cuda.step_inputs import DecodeInputs, InputLimits, PrefillInputs
 from worker.cuda.upload import Progress
-from worker.cuda.values import Rows
-from worker.cuda.weights import PlacedWeights, part_bytes_for, plan_weights, upload_bytes
+from worker.cuda.values import Rows, RowTable
+from worker.cuda.weights import PlacedWeights, part_bytes_for, passing_bytes, plan_weights, upload_bytes
 from worker.model.gguf import ModelFile
 from worker.ops.oplist import OpKind, OpList
 
@@ -66,6 +68,12 @@ class StepLimits:
         return STEPS_IN_FLIGHT * 2 * buckets * n_context_classes(self.context_length_tokens)
 
 
+def passing_caches(oplist: OpList, passing: Passing) -> frozenset[int]:
+    """Numbers of the cache's layers that only pass through."""
+    attentions = [op for op in oplist.ops if op.kind == OpKind.ATTENTION and op.layer in passing.layers]
+    return frozenset(op.ints[5] for op in attentions)
+
+
 def samples(oplist: OpList) -> bool:
     return any(op.kind == OpKind.SAMPLE for op in oplist.ops)
 
@@ -77,6 +85,7 @@ def predict(
     kv_type: str,
     n_pages: int,
     context_bytes: int | None = None,
+    passing: Passing = NOTHING,
 ) -> DeviceNeed:
     """Bytes by purpose, before anything is allocated. Raises EngineStartError for a type without kernels."""
     workspace = buffer_bytes(oplist, limits.max_tokens, limits.max_outputs)
@@ -84,8 +93,9 @@ def predict(
     workspace += limits.prefill_inputs.total_bytes + limits.decode_inputs.total_bytes
     if samples(oplist):
         workspace += limits.sampling(oplist.n_vocab).total_bytes
-    weights = plan_weights(oplist, kernels)
-    kv = cache_bytes(oplist.kv_layers, kv_type, n_pages)
+    weights = plan_weights(oplist, kernels, passing)
+    workspace += passing_bytes(oplist, weights)
+    kv = cache_bytes(oplist.kv_layers, kv_type, n_pages, passing_caches(oplist, passing))
     raw = upload_bytes(oplist, weights, part_bytes_for(kv))
     return DeviceNeed(
         weights=aligned(weights.total_bytes),
@@ -110,16 +120,20 @@ class DeviceModel:
         kv_type: str,
         n_pages: int,
         cap_bytes: int | None,
+        passing: Passing = NOTHING,
     ) -> None:
         self.device, self.oplist, self.limits = device, oplist, limits
         self.kernels = make_kernels(device)
-        self.need = predict(oplist, self.kernels, limits, kv_type, n_pages, device.context_bytes)
+        self.need = predict(oplist, self.kernels, limits, kv_type, n_pages, device.context_bytes, passing)
         check_fits(self.need, cap_bytes, device)
         self.memory = DeviceMemory(device, cap_bytes)
         part_bytes = part_bytes_for(self.need.kv)
-        self._weights = PlacedWeights(file, oplist, self.kernels, self.memory, part_bytes)
+        self._weights = PlacedWeights(file, oplist, self.kernels, self.memory, part_bytes, passing)
+        self._paths = [str(path) for path in file.paths]
+        self.passing: PassingWeights | None = None  # comes with the upload
         self.upload_s = 0.0
-        self.cache = DeviceKvCache(self.memory, oplist.kv_layers, kv_type, n_pages)
+        caches = passing_caches(oplist, passing)
+        self.cache = DeviceKvCache(self.memory, oplist.kv_layers, kv_type, n_pages, caches)
         self.buffers = allocate_buffers(oplist, self.memory, limits.max_tokens, limits.max_outputs)
         self.sampling: SamplingBuffers | None = None
         if samples(oplist):
@@ -130,7 +144,7 @@ class DeviceModel:
         scratch = self.memory.take("workspace", scratch_bytes, zeroed=True)
         self.kernels.prepare(oplist, limits.max_tokens, limits.max_outputs, scratch, self.sampling)
         self.launches: tuple[Launch, ...] = Lowering(
-            oplist, self.kernels, self.buffers, self._weights.handles, self.cache
+            oplist, self.kernels, self.buffers, self._weights.handles, self.cache, passing.layers
         ).launches()
 
     def upload(self, readers: int, progress: Progress) -> None:
@@ -142,6 +156,16 @@ class DeviceModel:
         self.upload_s = time.monotonic() - started
         self.kernels.derive_weights()
         self.cache.clear()
+        if parts := self._weights.passing_parts:
+            raw_bytes = passing_bytes(self.oplist, self._weights.plan)
+            raw_address = self.memory.take("workspace", raw_bytes)
+            self.passing = PassingWeights(
+                self.device, self._paths, parts, raw_address, min(readers, PASSING_READERS)
+            )
+
+    def table(self, index: int) -> RowTable:
+        """Where rows of a weight of the op list are looked up."""
+        return self._weights.handles.tables[index]
 
     def buffer(self, name: str) -> Rows:
         return self.buffers[self.oplist.buffer_index(name)]
@@ -169,6 +193,8 @@ class DeviceModel:
         return dict(self.memory.taken)
 
     def close(self) -> None:
+        if self.passing is not None:
+            self.passing.close()
         self.decode_inputs.close()
         self.prefill_inputs.close()
         if self.sampling is not None:

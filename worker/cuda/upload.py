@@ -46,7 +46,8 @@ class Part:
 @dataclass(frozen=True)
 class FedPart:
     """What a feed knows of a part. With `buffer` >= 0 the target is that raw buffer, free once so many releases have
-    been counted; `file` is a descriptor."""
+    been counted, in later rounds once `n_released_again` have been since the round before began; `file` is a
+    descriptor."""
 
     offset_bytes: int
     size_bytes: int
@@ -54,11 +55,12 @@ class FedPart:
     file: int
     buffer: int
     n_released: int
+    n_released_again: int = 0
 
 
 @dataclass(frozen=True)
 class FeedPlan:
-    """`stream` is where the parts are laid out."""
+    """`stream` is where the parts are laid out. `repeats`: after the last part the first comes again, without end."""
 
     stream: int
     parts: tuple[FedPart, ...]
@@ -66,6 +68,7 @@ class FeedPlan:
     n_readers: int
     n_slots: int
     piece_bytes: int
+    repeats: bool = False
 
 
 class Feed(Protocol):
@@ -111,16 +114,27 @@ def upload(
     logger.info("uploaded %.2f GB in %.3f s, %.1f GB/s", total_bytes / 1e9, seconds, rate / 1e9)
 
 
-def fed_parts(parts: list[Part], files: list[int], raw_address: int) -> Iterator[FedPart]:
+def fed_parts(
+    parts: list[Part], files: list[int], raw_address: int, n_buffers: int = RAW_BUFFERS
+) -> Iterator[FedPart]:
     """Raw buffers are given out in turn: a part has to wait until the one before it in the same buffer is laid out."""
     raw_bytes, n_before = raw_buffer_bytes(parts), 0
+    n_raw = sum(part.lay_out is not None for part in parts)
     for part in parts:
-        target, buffer, n_released = part.target, -1, 0
+        target, buffer, n_released, again = part.target, -1, 0, 0
         if part.lay_out is not None:
-            buffer, n_released = n_before % RAW_BUFFERS, max(0, n_before - RAW_BUFFERS + 1)
+            buffer, n_released = n_before % n_buffers, max(0, n_before - n_buffers + 1)
+            again = n_raw + n_released if n_released else _last_user(n_before, n_raw, n_buffers) + 1
             target = raw_address + buffer * raw_bytes
             n_before += 1
-        yield FedPart(part.offset_bytes, part.size_bytes, target, files[part.file_index], buffer, n_released)
+        yield FedPart(
+            part.offset_bytes, part.size_bytes, target, files[part.file_index], buffer, n_released, again
+        )
+
+
+def _last_user(first: int, n_raw: int, n_buffers: int) -> int:
+    """The last of `n_raw` parts in the raw buffer of part `first`."""
+    return first + (n_raw - 1 - first) // n_buffers * n_buffers
 
 
 def raw_buffer_bytes(parts: list[Part]) -> int:

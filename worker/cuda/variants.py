@@ -125,6 +125,7 @@ def _attention_variants() -> Iterator[Variant]:
             cache: dict[str, int | float | str] = {"HEAD_DIM": head_dim, "KV_Q8": is_q8}
             turned = {"ROPE_DIM": head_dim // 2, "ROPE_STYLE": is_q8, "NORMS": 3 * is_q8}
             yield "rope.cu", {**cache, **turned}
+            yield "kv_pages.cu", {**cache, "TO_HOST": is_q8}
             cut = {**cache, "WARPS": 4, "STAGES": 2}
             yield "attention_decode.cu", {**cut, **turned, "FUSED": 1, "HEADS": 8 - is_q8}
             if head_dim == 64:

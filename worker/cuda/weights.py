@@ -6,7 +6,7 @@ matrices lie in one allocation in the order in which a pass reads them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from plans.units import TensorRef
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.lowering import DeviceWeights
 from worker.cuda.memory import DeviceMemory, aligned
+from worker.cuda.passing import BUFFERS as PASSING_BUFFERS
+from worker.cuda.passing import NOTHING, Passing
+from worker.cuda.passing import PART_BYTES as PASSING_PART_BYTES
 from worker.cuda.upload import RAW_BUFFERS, Part, Progress, upload
 from worker.cuda.values import RowTable
 from worker.model.gguf import ModelFile
@@ -27,30 +30,62 @@ LARGEST_PART_BYTES, SMALLEST_PART_BYTES = 32 << 20, 4 << 20  # of the file; what
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """Offsets from the start of the one allocation, by index of the op list's weights."""
+    """Offsets from the start of the one allocation, by index of the op list's weights. `passing`: by layer, the
+    matrices that pass through one place."""
 
     matrices: dict[int, int]
     tables: dict[int, int]
     vectors: dict[int, int]
+    passing: dict[int, list[int]]
     total_bytes: int
 
+    @property
+    def guests(self) -> set[int]:
+        return {index for indices in self.passing.values() for index in indices}
 
-def plan_weights(oplist: OpList, kernels: KernelSet) -> WeightPlan:
+
+def plan_weights(oplist: OpList, kernels: KernelSet, passing: Passing = NOTHING) -> WeightPlan:
     """Places for everything the op list reads. Raises EngineStartError for a type without kernels."""
     looked_up = {op.weights[0] for op in oplist.ops if op.kind == OpKind.EMBED}
-    plan = WeightPlan({}, {}, {}, 0)
+    guests = {layer: _matrices_of(oplist, layer) for layer in passing.layers}
+    plan = WeightPlan({}, {}, {}, guests, 0)
     end = 0
     for index, weight in enumerate(oplist.weights):
         tensor = weight.tensor
+        is_matrix = weight.packed and tensor and index not in plan.guests
         for places, size_bytes in (
-            (plan.matrices, _matrix_bytes(tensor, kernels) if weight.packed and tensor else 0),
-            (plan.tables, tensor.bytes if index in looked_up and tensor else 0),
+            (plan.matrices, _matrix_bytes(tensor, kernels) if is_matrix and tensor else 0),
+            (plan.tables, _table_bytes(tensor, passing) if index in looked_up and tensor else 0),
             (plan.vectors, 4 * _vector_length(weight) if is_vector(weight) else 0),
         ):
             if size_bytes:
                 places[index] = end
                 end += aligned(size_bytes)
-    return WeightPlan(plan.matrices, plan.tables, plan.vectors, end)
+    return replace(plan, total_bytes=_place_guests(oplist, kernels, plan, end))
+
+
+def _matrices_of(oplist: OpList, layer: int) -> list[int]:
+    """In the order in which a pass reads them."""
+    used = [index for op in oplist.ops if op.layer == layer for index in op.weights if index >= 0]
+    return [index for index in used if oplist.weights[index].packed and oplist.weights[index].tensor]
+
+
+def _place_guests(oplist: OpList, kernels: KernelSet, plan: WeightPlan, begin: int) -> int:
+    """Every layer's matrices from `begin` on; the end of the largest layer."""
+    largest = begin
+    for indices in plan.passing.values():
+        end = begin
+        for index in indices:
+            plan.matrices[index] = end
+            end += aligned(_matrix_bytes(_tensor(oplist, index), kernels))
+        largest = max(largest, end)
+    return largest
+
+
+def _table_bytes(tensor: TensorRef, passing: Passing) -> int:
+    """The whole table, or the rows of one step."""
+    rows = passing.embedding_rows or tensor.rows
+    return tensor.bytes // tensor.rows * rows
 
 
 def part_bytes_for(kv_bytes: int) -> int:
@@ -60,9 +95,17 @@ def part_bytes_for(kv_bytes: int) -> int:
 
 def upload_bytes(oplist: OpList, plan: WeightPlan, part_bytes: int) -> int:
     """Raw buffers that the upload of a plan wants for its time."""
-    tensors = [_tensor(oplist, index) for index in plan.matrices]
-    largest = max((_part_rows(t, part_bytes) * _file_row_bytes(t) for t in tensors), default=0)
-    return RAW_BUFFERS * aligned(largest)
+    return RAW_BUFFERS * _largest_part_bytes(oplist, set(plan.matrices) - plan.guests, part_bytes)
+
+
+def passing_bytes(oplist: OpList, plan: WeightPlan) -> int:
+    """Raw buffers of what passes through."""
+    return PASSING_BUFFERS * _largest_part_bytes(oplist, plan.guests, PASSING_PART_BYTES)
+
+
+def _largest_part_bytes(oplist: OpList, matrices: set[int], part_bytes: int) -> int:
+    tensors = [_tensor(oplist, index) for index in matrices]
+    return aligned(max((_part_rows(t, part_bytes) * _file_row_bytes(t) for t in tensors), default=0))
 
 
 def _file_row_bytes(tensor: TensorRef) -> int:
@@ -94,24 +137,40 @@ class PlacedWeights:
     """
 
     def __init__(
-        self, file: ModelFile, oplist: OpList, kernels: KernelSet, memory: DeviceMemory, part_bytes: int
+        self,
+        file: ModelFile,
+        oplist: OpList,
+        kernels: KernelSet,
+        memory: DeviceMemory,
+        part_bytes: int,
+        passing: Passing = NOTHING,
     ) -> None:
         self._file, self._oplist, self._memory = file, oplist, memory
-        self._plan = plan = plan_weights(oplist, kernels)
+        self.plan = plan = plan_weights(oplist, kernels, passing)
         self._base = base = memory.take("weights", plan.total_bytes)
+        self.passing_parts = {
+            layer: [part for index in indices for part in self._parts_of(index, kernels, PASSING_PART_BYTES)]
+            for layer, indices in plan.passing.items()
+        }
         self._parts: list[Part] = []
-        for index, offset in sorted(plan.matrices.items(), key=lambda item: item[1]):
-            self._parts += _matrix_parts(_tensor(oplist, index), kernels, base + offset, part_bytes)
-        for index, offset in plan.tables.items():
+        for index, _ in sorted(plan.matrices.items(), key=lambda item: item[1]):
+            if index not in plan.guests:
+                self._parts += self._parts_of(index, kernels, part_bytes)
+        for index, offset in plan.tables.items() if not passing.embedding_rows else ():
             tensor = _tensor(oplist, index)
             self._parts.append(Part(tensor.file_index, tensor.offset_bytes, tensor.bytes, base + offset))
         self.handles = _handles(oplist, kernels, plan, base)
-        kernels.compile_ahead(lambda: _lay_out_all(self._parts, base))
+        every = [*self._parts, *(part for parts in self.passing_parts.values() for part in parts)]
+        kernels.compile_ahead(lambda: _lay_out_all(every, base))
+
+    def _parts_of(self, index: int, kernels: KernelSet, part_bytes: int) -> list[Part]:
+        place = self._base + self.plan.matrices[index]
+        return _matrix_parts(_tensor(self._oplist, index), kernels, place, part_bytes)
 
     def upload(self, raw_address: int, readers: int, progress: Progress) -> None:
         """Everything to its place, through `upload_bytes` of memory at `raw_address`. Raises OSError when the file
         changes meanwhile."""
-        _upload_vectors(self._file, self._oplist, self._plan, self._base, self._memory)
+        _upload_vectors(self._file, self._oplist, self.plan, self._base, self._memory)
         paths = [str(path) for path in self._file.paths]
         upload(self._memory.device, paths, self._parts, raw_address, readers, progress)
 

@@ -7,14 +7,12 @@ time.
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import msgspec
 
-from worker.protocol import Done, Generate, Scored, TokenEvent
-
-ProgressCallback = Callable[[str, int, int], None]  # phase, done bytes, total bytes
+from worker.protocol import Done, Generate, ProgressCallback, Scored, TokenEvent
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import time
@@ -22,13 +21,14 @@ import httpx
 
 from configs.errors import EngineDiedError, EngineStartError, RequestFailedError
 from configs.parent import guarded
+from plans.host import resident_bytes
 from plans.placement import Placement
 from worker.client import ChildProcess, Deadlines
-from worker.engines.base import Engine, EngineInfo, ProgressCallback
+from worker.engines.base import Engine, EngineInfo
 from worker.engines.http_stream import event_objects
 from worker.engines.llama_answers import AnswerReader, completion_body
 from worker.engines.llama_command import LlamaProgram, command_line, find_program
-from worker.protocol import Done, Generate, Scored, TokenEvent
+from worker.protocol import Done, Generate, ProgressCallback, Scored, TokenEvent
 
 log = logging.getLogger("placewright.llama_server")
 
@@ -235,13 +235,7 @@ class LlamaServerEngine(Engine):
         return EngineDiedError(words + self._child.last_words())
 
     def _resident_bytes(self) -> int | None:
-        if self._child is None:
-            return None
-        try:
-            fields = Path(f"/proc/{self._child.process.pid}/statm").read_text().split()
-            return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, ValueError, IndexError):
-            return None
+        return None if self._child is None else resident_bytes(self._child.process.pid)
 
 
 def _free_port() -> int:

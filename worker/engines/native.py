@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from plans.placement import Placement
+from plans.placement import NATIVE, Placement
 from worker.client import Deadlines, WorkerClient
-from worker.engines.base import Engine, EngineInfo, ProgressCallback
-from worker.protocol import Done, Generate, Load, Score, Scored, TokenEvent
+from worker.engines.base import Engine, EngineInfo
+from worker.protocol import Done, Generate, Load, ProgressCallback, Score, Scored, TokenEvent
 
 
 class NativeEngine(Engine):
@@ -27,7 +27,7 @@ class NativeEngine(Engine):
         hello = self._client.hello
         assert hello is not None
         return EngineInfo(
-            name="native",
+            name=NATIVE,
             version=f"{hello.worker_version} ({hello.isa})",
             context_length_tokens=ready.context_length_tokens,
             n_vocab=ready.n_vocab,

@@ -16,9 +16,9 @@ import httpx
 
 from configs.errors import EngineDiedError, EngineStartError, RequestFailedError
 from worker.client import Deadlines
-from worker.engines.base import Engine, EngineInfo, ProgressCallback, TextCodec
+from worker.engines.base import Engine, EngineInfo, TextCodec
 from worker.engines.http_stream import event_objects
-from worker.protocol import Done, Generate, Scored, Timings, TokenEvent
+from worker.protocol import Done, Generate, ProgressCallback, Scored, Timings, TokenEvent
 
 
 class OpenAiEngine(Engine):

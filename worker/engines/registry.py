@@ -6,11 +6,10 @@ from pathlib import Path
 
 from configs.errors import SettingsError
 from configs.settings import EngineSettings, Settings, WorkerSettings
-from plans.placement import Placement
+from plans.placement import NATIVE, Placement
 from worker.client import Deadlines
 from worker.engines.base import Engine, TextCodec
 
-NATIVE = "native"
 LLAMA_SERVER = "llama-server"
 
 

@@ -8,26 +8,25 @@ works for: what differs comes in as an argument.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from configs.errors import ModelFileError
 from plans.units import (
+    Activation,
     AttentionShape,
     EmbeddingShape,
     FfnShape,
     HeadShape,
     MoeShape,
+    RopeStyle,
     TensorRef,
     Unit,
 )
 from worker.model.gguf import ModelFile
 from worker.model.rope import Rope
 from worker.model.types import WEIGHT_TYPES
-
-Activation = Literal["silu", "gelu_tanh"]
-RopeStyle = Literal["interleaved", "half"]
 
 
 class Parts:

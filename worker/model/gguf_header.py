@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from configs.errors import ModelFileError
+from configs.paths import reason_of
 from worker.model.metadata import MetadataValue, StringArray
 from worker.model.types import BY_ID, REMOVED
 
@@ -162,8 +163,7 @@ def _map(path: Path) -> mmap.mmap:
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ModelFileError(f"{path}: can not be opened: {reason}") from error
+        raise ModelFileError(f"{path}: can not be opened: {reason_of(error)}") from error
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int]:

@@ -78,8 +78,7 @@ _ALWAYS_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`tokens[id]` is the text as stored, `types[id]` a TokenType, `scores[id]` the merge priority (or
-    empty).
+    """`tokens[id]` is the text as stored, `types[id]` a TokenType, `scores[id]` the merge priority (or empty).
 
     `ids` is the reverse of `tokens`. An id is None where the model has no such token.
     """
@@ -91,12 +90,7 @@ class Vocabulary:
     bos_id: int | None
     eos_id: int | None
     unknown_id: int | None
-    pad_id: int | None
     end_ids: frozenset[int]
-
-    def text_of(self, token_id: int | None) -> str:
-        """The stored text of a special token, "" for None."""
-        return "" if token_id is None else self.tokens[token_id]
 
 
 def load_vocabulary(metadata: Mapping[str, Any], default_ids: Mapping[str, int]) -> Vocabulary:
@@ -123,7 +117,6 @@ def load_vocabulary(metadata: Mapping[str, Any], default_ids: Mapping[str, int])
         bos_id=special.get("bos"),
         eos_id=special.get("eos"),
         unknown_id=special.get("unknown"),
-        pad_id=special.get("padding"),
         end_ids=end_ids,
     )
 
@@ -180,7 +173,7 @@ def _read_for_each_token(metadata: Mapping[str, Any], key: str, n_vocab: int, *k
 
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-_SPECIAL_NAMES = ("bos", "eos", "eot", "eom", "unknown", "padding", "fim_pad", "fim_rep", "fim_sep")
+_SPECIAL_NAMES = ("bos", "eos", "eot", "eom", "unknown", "fim_pad", "fim_rep", "fim_sep")
 
 
 def _read_special_ids(

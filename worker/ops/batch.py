@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-PAGE_TOKENS = 32
+from plans.placement import (
+    PAGE_TOKENS as PAGE_TOKENS,  # part of this page's vocabulary: others take it from here
+)
 
 Int32Array = npt.NDArray[np.int32]
 

@@ -21,11 +21,16 @@ from worker.ops.oplist import (
     ACTIVATION_CODES,
     GATING_CODES,
     ROPE_STYLE_CODES,
+    AttentionInts,
     Buffer,
     KvLayer,
+    LinearInts,
+    MoeInts,
     Op,
     OpKind,
     OpList,
+    RopeStoreInts,
+    RouterInts,
     Weight,
 )
 
@@ -127,7 +132,7 @@ def _linear(
         outputs=targets,
         weights=tuple(builder.matrix(unit, role) for role in roles),
         biases=tuple(builder.vector(unit, f"{role}_bias") for role in roles),
-        ints=(len(roles), int(accumulate)),
+        ints=LinearInts(len(roles), int(accumulate)),
         floats=(scale, softcap),
     )
 
@@ -175,7 +180,7 @@ def _attention(builder: _Builder, unit: Unit) -> None:
         unit,
         inputs=(query, key, value),
         weights=(builder.vector(unit, "q_norm"), builder.vector(unit, "k_norm"), frequencies),
-        ints=(*heads, shape.rope_dim, ROPE_STYLE_CODES[shape.rope_style], kv_layer),
+        ints=RopeStoreInts(*heads, shape.rope_dim, ROPE_STYLE_CODES[shape.rope_style], kv_layer),
         floats=(shape.norm_eps, shape.rope_magnitude),
     )
     builder.add(
@@ -183,7 +188,7 @@ def _attention(builder: _Builder, unit: Unit) -> None:
         unit,
         inputs=(query,),
         outputs=(attended,),
-        ints=(*heads, 0, 0, kv_layer, shape.window_tokens),
+        ints=AttentionInts(*heads, 0, 0, kv_layer, shape.window_tokens),
         floats=(shape.score_scale, shape.score_softcap),
     )
     _project_back(builder, unit, attended, "output")
@@ -216,7 +221,9 @@ def _moe_ffn(builder: _Builder, unit: Unit) -> None:
         outputs=(ids, weights),
         weights=(builder.matrix(unit, "router"),),
         biases=(builder.vector(unit, "router_bias"),),
-        ints=(shape.n_experts, shape.n_experts_used, GATING_CODES[shape.gating], int(shape.normalize)),
+        ints=RouterInts(
+            shape.n_experts, shape.n_experts_used, GATING_CODES[shape.gating], int(shape.normalize)
+        ),
         floats=(shape.weights_scale,),
     )
     has_post_norm = "post_norm" in unit.tensors
@@ -227,7 +234,7 @@ def _moe_ffn(builder: _Builder, unit: Unit) -> None:
         inputs=(normed, ids, weights),
         outputs=(target,),
         weights=tuple(builder.matrix(unit, role) for role in ("gate_experts", "up_experts", "down_experts")),
-        ints=(ACTIVATION_CODES[shape.activation], shape.n_experts_used, int(not has_post_norm)),
+        ints=MoeInts(ACTIVATION_CODES[shape.activation], shape.n_experts_used, int(not has_post_norm)),
     )
     if has_post_norm:
         _norm(builder, unit, "post_norm", target, builder.residual(), add=True)

@@ -7,6 +7,7 @@ Frozen values; no arrays but constants.
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import msgspec
 
@@ -62,6 +63,47 @@ class Op(msgspec.Struct, frozen=True):
     biases: tuple[int, ...] = ()
     ints: tuple[int, ...] = ()
     floats: tuple[float, ...] = ()
+
+
+class LinearInts(NamedTuple):
+    """The `ints` of a LINEAR by name; so for every kind with several. C++ has the same in worker/cpu/op_args.h."""
+
+    n_outputs: int
+    accumulates: int  # the first output only
+
+
+class RopeStoreInts(NamedTuple):
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rope_dim: int
+    rope_style: int  # ROPE_STYLE_CODES
+    kv_layer: int
+
+
+class AttentionInts(NamedTuple):
+    """The first six are where ROPE_STORE has them, so that both are read alike."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    unused_rope_dim: int
+    unused_rope_style: int
+    kv_layer: int
+    window_tokens: int  # 0 = all
+
+
+class RouterInts(NamedTuple):
+    n_experts: int
+    n_used: int
+    gating: int  # GATING_CODES
+    normalizes: int
+
+
+class MoeInts(NamedTuple):
+    activation: int  # ACTIVATION_CODES
+    n_used: int
+    accumulates: int
 
 
 class KvLayer(msgspec.Struct, frozen=True):

@@ -11,8 +11,21 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from worker.ops.batch import PAGE_TOKENS, Batch
-from worker.ops.oplist import Op, OpKind, OpList, Weight
+from plans.placement import PAGE_TOKENS
+from worker.model.gguf import ModelFile
+from worker.model.quants import dequantize
+from worker.ops.batch import Batch
+from worker.ops.oplist import (
+    AttentionInts,
+    LinearInts,
+    MoeInts,
+    Op,
+    OpKind,
+    OpList,
+    RopeStoreInts,
+    RouterInts,
+    Weight,
+)
 
 Float32Array = npt.NDArray[np.float32]
 WeightSource = Callable[[Weight], Float32Array]
@@ -49,6 +62,26 @@ class ReferenceExecutor:
 
     def inputs(self, op: Op) -> list[Float32Array]:
         return [self.buffers[index] for index in op.inputs]
+
+
+def reference_weights(file: ModelFile) -> WeightSource:
+    """The weights of a model file, dequantised to f32 on first use and kept."""
+    kept: dict[str, Float32Array] = {}
+
+    def weight_of(weight: Weight) -> Float32Array:
+        if weight.name not in kept:
+            kept[weight.name] = _dequantized(file, weight)
+        return kept[weight.name]
+
+    return weight_of
+
+
+def _dequantized(file: ModelFile, weight: Weight) -> Float32Array:
+    if weight.tensor is None:
+        return np.asarray(weight.constant, np.float32)
+    tensor = weight.tensor
+    values = dequantize(tensor.type, file.tensor_bytes(tensor.name), tensor.shape)
+    return np.asarray(values, np.float32).reshape(tuple(reversed(tensor.shape)))
 
 
 def _f32(x: npt.ArrayLike) -> Float32Array:
@@ -143,7 +176,7 @@ def _rms_norm(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
 
 
 def _linear(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
-    source, (scale, cap) = executor.inputs(op)[0], op.floats
+    source, (scale, cap), ints = executor.inputs(op)[0], op.floats, LinearInts(*op.ints)
     for output, weight, bias in zip(op.outputs, op.weights, op.biases, strict=True):
         product = source @ executor.required(weight).T
         product = product * np.float32(scale) if scale else product
@@ -151,7 +184,7 @@ def _linear(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
         product = product if offsets is None else product + offsets
         product = cap * np.tanh(product / cap) if cap else product
         target = executor.buffers[output]
-        target[:] = target + product if op.ints[1] else product
+        target[:] = target + product if ints.accumulates else product
 
 
 def _slots(batch: Batch, sequence: int, positions: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
@@ -166,7 +199,7 @@ def _sequence_rows(batch: Batch) -> list[slice]:
 
 
 def _rope_store(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
-    heads, kv_heads, head_dim, _, style, layer = op.ints
+    heads, kv_heads, head_dim, _, style, layer = RopeStoreInts(*op.ints)
     eps, magnitude = op.floats
     query, key, value = executor.inputs(op)
     q, k = query.reshape(-1, heads, head_dim), key.reshape(-1, kv_heads, head_dim)
@@ -183,18 +216,17 @@ def _rope_store(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
 
 
 def _attention(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
-    heads, _, head_dim, _, _, layer, window = op.ints
-    query = executor.inputs(op)[0].reshape(-1, heads, head_dim)
+    ints = AttentionInts(*op.ints)
+    keys, values = executor.keys[ints.kv_layer], executor.values[ints.kv_layer]
+    query = executor.inputs(op)[0].reshape(-1, ints.n_heads, ints.head_dim)
     for sequence, rows in enumerate(_sequence_rows(batch)):
         positions = batch.positions[rows]
         past = np.arange(positions[-1] + 1, dtype=np.int32) if len(positions) else positions
         slots = _slots(batch, sequence, past)
         visible = past[None, :] <= positions[:, None]
-        if window:
-            visible &= past[None, :] > positions[:, None] - window
-        out = attend(
-            query[rows], executor.keys[layer][slots], executor.values[layer][slots], visible, *op.floats
-        )
+        if ints.window_tokens:
+            visible &= past[None, :] > positions[:, None] - ints.window_tokens
+        out = attend(query[rows], keys[slots], values[slots], visible, *op.floats)
         executor.buffers[op.outputs[0]][rows] = out.reshape(len(positions), -1)
 
 
@@ -204,7 +236,7 @@ def _glu(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
 
 
 def _router(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
-    _, used, gating, normalize = op.ints
+    _, used, gating, normalize = RouterInts(*op.ints)
     logits = executor.inputs(op)[0] @ executor.required(op.weights[0]).T
     bias = executor.weight(op.biases[0])
     ids, weights = choose_experts(logits, bias, used, gating, bool(normalize), op.floats[0])
@@ -215,12 +247,12 @@ def _router(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
 def _moe(executor: ReferenceExecutor, op: Op, batch: Batch) -> None:
     source, ids, weights = executor.inputs(op)
     gate, up, down = (executor.required(index) for index in op.weights)
-    target = executor.buffers[op.outputs[0]]
-    if not op.ints[2]:
+    target, ints = executor.buffers[op.outputs[0]], MoeInts(*op.ints)
+    if not ints.accumulates:
         target[:] = 0
     for row, experts in enumerate(ids.view(np.int32)):
         for slot, expert in enumerate(experts):
-            hidden = activate(gate[expert] @ source[row], op.ints[0]) * (up[expert] @ source[row])
+            hidden = activate(gate[expert] @ source[row], ints.activation) * (up[expert] @ source[row])
             target[row] += weights[row, slot] * (down[expert] @ hidden)
 
 

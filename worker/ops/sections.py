@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from configs.errors import PlanError
 from plans.placement import Placement
 from plans.units import Unit
-from worker.ops.oplist import Op, OpKind, OpList
+from worker.ops.oplist import AttentionInts, Op, OpKind, OpList, RopeStoreInts
 
 RESIDUAL = "residual"
 
@@ -74,7 +74,7 @@ def restrict(oplist: OpList, ops: tuple[Op, ...]) -> OpList:
     """A list of these ops alone, with only the buffers, weights and KV layers they use, numbered anew."""
     buffers = _Renumbering(index for op in ops for index in (*op.inputs, *op.outputs))
     weights = _Renumbering(index for op in ops for index in (*op.weights, *op.biases))
-    kv_layers = _Renumbering(op.ints[5] for op in ops if op.kind in _KV_OPS)
+    kv_layers = _Renumbering(_CACHE_INTS[op.kind](*op.ints).kv_layer for op in ops if op.kind in _CACHE_INTS)
     renumbered = tuple(_renumber(op, buffers, weights, kv_layers) for op in ops)
     return OpList(
         renumbered,
@@ -85,7 +85,11 @@ def restrict(oplist: OpList, ops: tuple[Op, ...]) -> OpList:
     )
 
 
-_KV_OPS = (OpKind.ROPE_STORE, OpKind.ATTENTION)
+# of the ops that write or read the KV cache
+_CACHE_INTS: dict[OpKind, type[RopeStoreInts | AttentionInts]] = {
+    OpKind.ROPE_STORE: RopeStoreInts,
+    OpKind.ATTENTION: AttentionInts,
+}
 
 
 class _Renumbering:
@@ -103,8 +107,9 @@ def _renumber(
     op: Op, buffers: Callable[[int], int], weights: Callable[[int], int], kv_layers: Callable[[int], int]
 ) -> Op:
     ints = op.ints
-    if op.kind in _KV_OPS:
-        ints = (*ints[:5], kv_layers(ints[5]), *ints[6:])
+    if op.kind in _CACHE_INTS:
+        named = _CACHE_INTS[op.kind](*ints)
+        ints = named._replace(kv_layer=kv_layers(named.kv_layer))
     return Op(
         op.kind,
         op.layer,

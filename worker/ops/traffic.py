@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.ops.oplist import OpKind, OpList
+from worker.ops.oplist import MoeInts, OpKind, OpList
 
 
 def weight_bytes_per_token(oplist: OpList) -> int:
@@ -11,7 +11,8 @@ def weight_bytes_per_token(oplist: OpList) -> int:
     for op in oplist.ops:
         tensors = [oplist.weights[index].tensor for index in op.weights if index >= 0]
         if op.kind == OpKind.MOE:
-            total += sum(tensor.bytes * op.ints[1] // tensor.experts for tensor in tensors if tensor)
+            n_used = MoeInts(*op.ints).n_used
+            total += sum(tensor.bytes * n_used // tensor.experts for tensor in tensors if tensor)
         elif op.kind in (OpKind.LINEAR, OpKind.ROUTER):
             total += sum(tensor.bytes for tensor in tensors if tensor)
     return total

@@ -22,12 +22,6 @@ from worker.probe.gpu import measure_gpus
 from worker.probe.kernels import measure_library, say
 
 
-def huge_pages_allowed() -> bool:
-    """Whether memory that asks for huge pages may get them."""
-    text = host.read_text(Path("/sys/kernel/mm/transparent_hugepage/enabled")) or "[never]"
-    return "[never]" not in text
-
-
 def measure_machine(folder: Path, library_path: Path | None = None) -> MachineReport:
     """Everything; about 15 s on two cores."""
     start_s = time.perf_counter()
@@ -47,7 +41,7 @@ def measure_machine(folder: Path, library_path: Path | None = None) -> MachineRe
         kernels=rates.kernels,
         disk_folder=str(folder),
         disk=disk,
-        huge_pages=huge_pages_allowed(),
+        huge_pages=host.huge_pages_mode() not in (None, "never"),
         missing=(*rates.missing, *disk_missing, *gpus_missing),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         probe_s=round(time.perf_counter() - start_s, 2),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from plans.machine import GpuKernelRate
+from worker.cpu.matrix import FILL_BYTE
 from worker.cuda.blas import CuBlas
 from worker.cuda.device import CudaDevice
 from worker.cuda.driver import Launcher
@@ -21,8 +22,6 @@ KERNEL_TYPES = SUPPORTED
 SHAPES = ((4096, 4096), (768, 2048))  # rows, columns: of a dense layer, and of an expert
 DECODE_BYTES = 160 << 20  # weights of one decode graph, together
 PREFILL_TOKENS, PREFILL_MATRICES = 512, 4
-# A byte that makes ordinary numbers in every format: f16 0x2a2a is 0.05.
-_FILL = 0x2A
 
 Allocate = Callable[[int], int]
 
@@ -71,7 +70,7 @@ def measure_kernel(
 
 def fill(device: CudaDevice, address: int, size_bytes: int) -> None:
     """One block from the host, doubled on the device until all is full."""
-    block = np.full(min(size_bytes, 1 << 20), _FILL, np.uint8)
+    block = np.full(min(size_bytes, 1 << 20), FILL_BYTE, np.uint8)
     device.copy_in(address, block.ctypes.data, block.nbytes)
     done = block.nbytes
     while done < size_bytes:

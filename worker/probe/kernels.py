@@ -23,7 +23,7 @@ from plans.files import hash_file
 from plans.machine import KernelRate, PeakRate, ReadRate
 from worker.cpu.handles import Arena
 from worker.cpu.library import Library, load_library
-from worker.cpu.matrix import Matrix
+from worker.cpu.matrix import FILL_BYTE, Matrix
 from worker.model.types import BY_NAME, WEIGHT_TYPES
 
 _PERIOD_S = 0.06  # one rate is measured for so long
@@ -32,8 +32,6 @@ _CACHE_MULTIPLE = 8  # memory read by the bandwidth test, in last-level caches
 _DECODE_BYTES = 96 << 20  # weights that the decode test streams, all threads together
 _ROWS, _COLUMNS = 4096, 4096
 _PREFILL_ROWS, _PREFILL_TOKENS = 1024, 256
-# A byte that makes ordinary numbers in every format: f16 0x2a2a is 0.05, so no kernel meets NaN or denormals.
-_FILL = 0x2A
 
 Form = Literal["packed", "file"]
 
@@ -118,20 +116,24 @@ class TypeBench:
 
     def _matrix(self, rows: int, count: int) -> Matrix:
         size = self._library.file_bytes(self._type_id, rows, _COLUMNS) * count
-        file = np.full(size, _FILL, np.uint8)
+        file = np.full(size, FILL_BYTE, np.uint8)
         return Matrix(self._library, self._type_id, rows, _COLUMNS, file, experts=count, packed=self._packed)
 
     def decode_bytes_per_s(self, threads: int) -> float:
-        """Every matrix once, its rows split over the threads as a decode step splits them."""
+        """Every matrix, its rows split over the threads as a decode step splits them; the more threads, the more often,
+        because starting and ending them takes up to a millisecond."""
         groups = self._stack.n_row_groups
         x = np.ones((1, _COLUMNS), np.float32)
         y = np.zeros((1, _ROWS), np.float32)
 
         def part(index: int) -> Callable[[], None]:
             span = (groups * index // threads, groups * (index + 1) // threads)
-            return lambda: void(self._stack.multiply(x, y, groups=span, experts=(0, self._count)))
+            return lambda: repeat(
+                passes, lambda: self._stack.multiply(x, y, groups=span, experts=(0, self._count))
+            )
 
-        total = self._file_bytes * self._count
+        passes = max(1, threads // 2)
+        total = self._file_bytes * self._count * passes
         return best_rate(lambda: total / side_by_side([part(i) for i in range(threads)]))
 
     def prefill_macs_per_s(self, threads: int) -> float:
@@ -145,6 +147,11 @@ class TypeBench:
         jobs = [job_of(x, y) for x, y in zip(inputs, outputs, strict=True)]
         macs = threads * _PREFILL_TOKENS * _PREFILL_ROWS * _COLUMNS
         return best_rate(lambda: macs / side_by_side(jobs))
+
+
+def repeat(count: int, run: Callable[[], object]) -> None:
+    for _ in range(count):
+        run()
 
 
 def void(_: object) -> None:

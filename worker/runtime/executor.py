@@ -15,10 +15,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from plans.placement import Placement
-from worker.protocol import SamplingParams
-
-PAGE_TOKENS = 32
-"""Tokens in a page of the key/value cache (PW_PAGE_TOKENS of the kernels)."""
+from worker.protocol import ProgressCallback, SamplingParams
 
 DRAWN = -1
 """Stands for a token id that nobody knows yet: the one that the step before draws for the part of the same index."""
@@ -212,9 +209,6 @@ class RunsAhead(Protocol):
         """Wait for the answers of a step, the oldest one first; as `Executor.run` gives them."""
         ...
 
-
-ProgressCallback = Callable[[str, int, int], None]
-"""Called while a model loads: phase, done bytes, total bytes. It may raise to end the load."""
 
 ExecutorFactory = Callable[[str, Placement, ProgressCallback], Executor]
 """Loads a model file under a placement. Raises errors of `configs.errors`, OSError or MemoryError."""

@@ -38,7 +38,15 @@ def native_feed(plan: FeedPlan) -> NativeFeed:
 
 def native_plan(plan: FeedPlan) -> tuple[list[PartStruct], FeedSizes]:
     parts = [
-        PartStruct(part.offset_bytes, part.size_bytes, part.target, part.file, part.buffer, part.n_released)
+        PartStruct(
+            part.offset_bytes,
+            part.size_bytes,
+            part.target,
+            part.file,
+            part.buffer,
+            part.n_released,
+            part.n_released_again,
+        )
         for part in plan.parts
     ]
-    return parts, FeedSizes(plan.n_buffers, plan.n_readers, plan.n_slots, plan.piece_bytes)
+    return parts, FeedSizes(plan.n_buffers, plan.n_readers, plan.n_slots, plan.piece_bytes, plan.repeats)

@@ -7,13 +7,13 @@ import msgspec
 from worker.runtime.executor import DRAWN, SequencePart, StepBatch
 from worker.runtime.requests import Request
 
-Plan = list[tuple[Request, int]]  # who takes part in a step, and with how many tokens
+Seats = list[tuple[Request, int]]  # who takes part in a step, and with how many tokens
 
 
 class Flight(msgspec.Struct, frozen=True, eq=False):
     """A step that began at `began_s`. `ticket` None: it runs only when its answers are asked for."""
 
-    plan: Plan
+    seats: Seats
     batch: StepBatch
     began_s: float
     ticket: object | None
@@ -23,18 +23,18 @@ class Flight(msgspec.Struct, frozen=True, eq=False):
         """What it computes of prompts."""
         if self.batch.is_decode:
             return 0
-        return self.batch.n_tokens - sum(1 for _, n_tokens in self.plan if n_tokens == 1)
+        return self.batch.n_tokens - sum(1 for _, n_tokens in self.seats if n_tokens == 1)
 
-    def living(self) -> Plan:
+    def living(self) -> Seats:
         """Those who still want their part; others ended while it was queued."""
-        return [entry for entry in self.plan if entry[0].pages is not None]
+        return [seat for seat in self.seats if seat[0].pages is not None]
 
 
-def batch_of(plan: Plan) -> StepBatch:
-    """The next tokens of everyone in the plan."""
+def batch_of(seats: Seats) -> StepBatch:
+    """The next tokens of everyone who has a seat."""
     parts: list[SequencePart] = []
     n_tokens = n_outputs = 0
-    for request, count in plan:
+    for request, count in seats:
         assert request.pages is not None
         first = request.n_computed
         outputs = request.outputs(first, first + count)
@@ -45,14 +45,14 @@ def batch_of(plan: Plan) -> StepBatch:
     return StepBatch(tuple(parts), n_tokens, n_outputs)
 
 
-def batch_behind(plan: Plan) -> StepBatch | None:
-    """The step behind a running one in which all of the plan decode, before that one's tokens are known.
+def batch_behind(seats: Seats) -> StepBatch | None:
+    """The step behind a running one in which everyone decodes, before that one's tokens are known.
 
     None when somebody's last token is being computed, or when some tokens are known and others are not.
     """
     parts: list[SequencePart] = []
     n_drawn = 0
-    for request, _ in plan:
+    for request, _ in seats:
         ahead = request.ahead()
         if ahead is None or request.pages is None:
             return None

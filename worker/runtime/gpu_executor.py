@@ -151,7 +151,7 @@ class GpuExecutor:
         )
         for section in self.sections:
             if isinstance(section, CpuSection):
-                section.executor.close()
+                section.close()
         for model in self.models:
             model.device.bind()
             model.device.synchronize()  # a queued step may still copy into host memory

@@ -73,7 +73,7 @@ class GpuSection:
     def _before(self, shape: StepShape) -> None:
         step = self._step_now
         assert step is not None
-        self._own_block(step).upload(shape.n_sequences)
+        own_block(self.model, step).upload(shape.n_sequences)
         if self._receives and self._residual is not None:
             size_bytes = shape.n_tokens * self._residual.row_bytes
             self.model.device.copy_in(self.model.buffer(RESIDUAL).values, self._residual.address, size_bytes)
@@ -95,7 +95,7 @@ class GpuSection:
         """Raises StepCancelled, StepFailed for logits that can not be used."""
         self.model.device.bind()
         self._step_now = prepared
-        shape = self._localised(prepared)
+        shape = localised(self.model, prepared)
         if shape.is_decode:
             self._step.decode(shape)
         elif not self._step.eager(shape, cancel.is_set):
@@ -121,22 +121,22 @@ class GpuSection:
         assert self.model.sampling is not None
         return read_answers(prepared, self.model.sampling.blocks[prepared.inputs.slot])
 
-    def _own_block(self, prepared: PreparedStep) -> InputBlock:
-        """This device's counterpart of the block that was filled."""
-        if prepared.shape.is_decode:
-            return self.model.decode_inputs.blocks[prepared.inputs.slot]
-        return self.model.prefill_inputs
 
-    def _localised(self, prepared: PreparedStep) -> StepShape:
-        """The shape with this device's addresses; another device's inputs are copied over."""
-        own = self._own_block(prepared)
-        if own is prepared.inputs:
-            return prepared.shape
-        own.copy_from(prepared.inputs)
-        addresses = (
-            self.model.decode_inputs if prepared.shape.is_decode else self.model.prefill_inputs
-        ).addresses
-        return replace(prepared.shape, inputs=addresses, mailbox=own.mailbox)
+def own_block(model: DeviceModel, prepared: PreparedStep) -> InputBlock:
+    """A device's counterpart of the block that was filled."""
+    if prepared.shape.is_decode:
+        return model.decode_inputs.blocks[prepared.inputs.slot]
+    return model.prefill_inputs
+
+
+def localised(model: DeviceModel, prepared: PreparedStep) -> StepShape:
+    """The shape with a device's own addresses; another device's inputs are copied over."""
+    own = own_block(model, prepared)
+    if own is prepared.inputs:
+        return prepared.shape
+    own.copy_from(prepared.inputs)
+    addresses = (model.decode_inputs if prepared.shape.is_decode else model.prefill_inputs).addresses
+    return replace(prepared.shape, inputs=addresses, mailbox=own.mailbox)
 
 
 class CpuSection:
@@ -146,18 +146,21 @@ class CpuSection:
         self, executor: NativeExecutor, residual: ResidualBuffer, receives: bool, sends: bool
     ) -> None:
         self.executor, self.counters = executor, Counters()
-        self._residual, self._receives, self._sends = residual, receives, sends
+        self.residual, self.receives, self.sends = residual, receives, sends
         self._has_head = any(op.kind == OpKind.SAMPLE for op in executor.oplist.ops)
         self._rows = executor.step.buffer_view(executor.oplist.buffer_index(RESIDUAL))
 
     def run(self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken] | None:
         count = batch.n_tokens
-        if self._receives:
-            _copy_rows(self._rows, self._residual.rows, count)
+        if self.receives:
+            _copy_rows(self._rows, self.residual.rows, count)
         answers = self.executor.run(batch, cancel)
-        if self._sends:
-            _copy_rows(self._residual.rows, self._rows, count)
+        if self.sends:
+            _copy_rows(self.residual.rows, self._rows, count)
         return answers if self._has_head else None
+
+    def close(self) -> None:
+        self.executor.close()
 
 
 def _copy_rows(target: NDArray[np.float32], source: NDArray[np.float32], count: int) -> None:

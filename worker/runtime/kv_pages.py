@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from worker.runtime.executor import PAGE_TOKENS
+from plans.placement import PAGE_TOKENS
 
 
 class _Node:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from configs.errors import EngineStartError
-from plans.placement import Placement
+from plans.placement import PAGE_TOKENS, Placement
 from worker.cpu.library import load_library
 from worker.cpu.lowered import lowered_structs
 from worker.cpu.structs import KvType
-from worker.model.describe import describe_file
+from worker.model import archs
 from worker.model.gguf import ModelFile, open_model
-from worker.model.quants import dequantize
-from worker.ops.batch import PAGE_TOKENS
 from worker.ops.lower import lower
-from worker.ops.oplist import OpList, Weight
+from worker.ops.oplist import OpList
+from worker.protocol import ProgressCallback
 from worker.runtime.executor import Executor
 from worker.runtime.step import NativeExecutor
-from worker.runtime.weights import Progress, load_weights
+from worker.runtime.weights import load_weights
 
 KV_TYPES = {"f16": KvType.F16, "q8_0": KvType.Q8_0}
 
@@ -31,7 +26,9 @@ def _silent(phase: str, done_bytes: int, total_bytes: int) -> None:
     pass
 
 
-def load_executor(model_path: str | Path, placement: Placement, progress: Progress = _silent) -> Executor:
+def load_executor(
+    model_path: str | Path, placement: Placement, progress: ProgressCallback = _silent
+) -> Executor:
     """What the worker runs, chosen by the placement's devices.
 
     Raises ModelFileError for the file, EngineStartError for this machine.
@@ -45,11 +42,11 @@ def load_executor(model_path: str | Path, placement: Placement, progress: Progre
 
 
 def load_native(
-    model_path: str | Path, placement: Placement, *, max_outputs: int, progress: Progress = _silent
+    model_path: str | Path, placement: Placement, *, max_outputs: int, progress: ProgressCallback = _silent
 ) -> NativeExecutor:
     """Everything on the CPU, with a choice of how many rows of logits a step may have."""
     file = open_model(model_path)
-    oplist = lower(describe_file(file).units)
+    oplist = lower(archs.units(file))
     n_pages = page_count(placement, page_bytes(oplist, placement.kv_type))
     executor = native_executor(
         file, oplist, placement, n_pages=n_pages, max_outputs=max_outputs, progress=progress
@@ -65,7 +62,7 @@ def native_executor(
     *,
     n_pages: int,
     max_outputs: int,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> NativeExecutor:
     """An executor of `oplist`, which may be a part of the model."""
     started = time.monotonic()
@@ -108,23 +105,3 @@ def page_count(placement: Placement, page_bytes: int) -> int:
             f"the plan's budget is {placement.kv_budget_bytes}; plan with a smaller --ctx or --kv q8_0"
         )
     return int(min(affordable, needed * (placement.max_sequences + 1)))
-
-
-def reference_weights(file: ModelFile) -> Callable[[Weight], npt.NDArray[np.float32]]:
-    """Weights for the numpy executor: dequantised to f32 on first use and kept."""
-    kept: dict[str, npt.NDArray[np.float32]] = {}
-
-    def weight_of(weight: Weight) -> npt.NDArray[np.float32]:
-        if weight.name not in kept:
-            kept[weight.name] = _dequantized(file, weight)
-        return kept[weight.name]
-
-    return weight_of
-
-
-def _dequantized(file: ModelFile, weight: Weight) -> npt.NDArray[np.float32]:
-    if weight.tensor is None:
-        return np.asarray(weight.constant, np.float32)
-    tensor = weight.tensor
-    values = dequantize(tensor.type, file.tensor_bytes(tensor.name), tensor.shape)
-    return np.asarray(values, np.float32).reshape(tuple(reversed(tensor.shape)))

@@ -17,16 +17,18 @@ from worker.cuda.device import Device
 from worker.cuda.gpu_step import BUCKETS, bucket_for
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.model import DeviceModel, StepLimits
+from worker.cuda.passing import Passing
 from worker.cuda.upload import LEAST_READERS, MOST_READERS, Progress
-from worker.model.describe import describe_file
+from worker.model import archs
 from worker.model.gguf import ModelFile, open_model
 from worker.ops.batch import PAGE_TOKENS
 from worker.ops.lower import lower
-from worker.ops.oplist import OpKind, OpList
+from worker.ops.oplist import Op, OpKind, OpList
 from worker.ops.sections import RESIDUAL, Section, cut, restrict
 from worker.runtime.feed import cuda_device
 from worker.runtime.gpu_batch import BatchWriter
 from worker.runtime.gpu_executor import GpuExecutor
+from worker.runtime.gpu_passing import PassingSection, can_pass
 from worker.runtime.gpu_sections import CpuSection, GpuSection, ResidualBuffer, SectionRunner
 from worker.runtime.gpu_warm_up import compile_ahead, usual_batches, warm_up
 from worker.runtime.load import native_executor, page_bytes, page_count
@@ -56,20 +58,20 @@ def load_gpu(
     Raises ModelFileError for the file, EngineStartError for devices that are missing or too small."""
     started = time.monotonic()
     file = open_model(model_path)
-    units = describe_file(file).units
+    units = archs.units(file)
     oplist = lower(units)
     sections = cut(oplist, units, placement)
     n_pages = page_count(placement, page_bytes(oplist, placement.kv_type))
-    loader = _Loader(file, oplist, placement, n_pages, max_outputs, progress)
+    loader = _Loader(file, oplist, placement, sections, n_pages, max_outputs, progress)
     models = {
-        name: loader.device_model(name, sections, make_device, make_kernels)
+        name: loader.device_model(name, make_device, make_kernels)
         for name in sorted({section.device for section in sections if section.device != "cpu"})
     }
     if not models:
         raise EngineStartError(
             "no unit of this model matches the placement's GPUs; run `placewright plan` again"
         )
-    executor = loader.executor(models, sections)
+    executor = loader.executor(models)
     batches = list(usual_batches(executor, min(placement.max_sequences, BUCKETS[-1]))) if warms_up else []
     compile_ahead(executor, batches)  # beside the upload
     readers = min(MOST_READERS, max(LEAST_READERS, len(os.sched_getaffinity(0))))
@@ -91,27 +93,46 @@ class _Loader:
         file: ModelFile,
         oplist: OpList,
         placement: Placement,
+        sections: tuple[Section, ...],
         n_pages: int,
         max_outputs: int,
         progress: Progress,
     ) -> None:
-        self.file, self.oplist, self.placement = file, oplist, placement
+        self.file, self.oplist, self.placement, self.sections = file, oplist, placement, sections
         self.n_pages, self.progress = n_pages, progress
         self.limits = step_limits(placement, max_outputs)
+        gpus = [section.device for section in sections if section.device != "cpu"]
+        self._host_of_guests = gpus[0] if placement.passing_tokens and gpus else ""
 
-    def device_model(
-        self,
-        name: str,
-        sections: tuple[Section, ...],
-        make_device: DeviceFactory,
-        make_kernels: KernelFactory,
-    ) -> DeviceModel:
-        own = tuple(
-            op
-            for section in sections
-            if section.device == name
-            for op in self.oplist.ops[section.begin : section.end]
-        )
+    def _ops(self, section: Section) -> tuple[Op, ...]:
+        return self.oplist.ops[section.begin : section.end]
+
+    def _passes(self, section: Section) -> bool:
+        """Whether the CPU's section may run on a GPU, the one that comes first."""
+        return bool(self._host_of_guests) and section.device == "cpu" and can_pass(self._ops(section))
+
+    def _sections_on(self, name: str) -> list[Section]:
+        """Those of a device and those that pass through it."""
+        is_host = name == self._host_of_guests
+        return [item for item in self.sections if item.device == name or (is_host and self._passes(item))]
+
+    def _span(self, name: str, wanted: Section) -> tuple[int, int]:
+        """Where a section begins and ends in a device's own list."""
+        begin = 0
+        for section in self._sections_on(name):
+            if section is wanted:
+                return begin, begin + section.end - section.begin
+            begin += section.end - section.begin
+        raise AssertionError("a section of this device")
+
+    def _passing(self, name: str) -> Passing:
+        guests = [op for item in self._sections_on(name) if item.device == "cpu" for op in self._ops(item)]
+        layers = tuple(sorted({op.layer for op in guests if op.layer >= 0}))
+        has_embedding = any(op.kind == OpKind.EMBED for op in guests)
+        return Passing(layers, self.limits.max_tokens if has_embedding else 0)
+
+    def device_model(self, name: str, make_device: DeviceFactory, make_kernels: KernelFactory) -> DeviceModel:
+        own = tuple(op for section in self._sections_on(name) for op in self._ops(section))
         device = make_device(int(name.removeprefix("gpu")))
         return DeviceModel(
             device,
@@ -122,39 +143,47 @@ class _Loader:
             self.placement.kv_type,
             self.n_pages,
             self.placement.gpu_cap_bytes(device.ordinal),
+            self._passing(name),
         )
 
-    def executor(self, models: dict[str, DeviceModel], sections: tuple[Section, ...]) -> GpuExecutor:
+    def executor(self, models: dict[str, DeviceModel]) -> GpuExecutor:
+        sections = self.sections
         first = next(iter(models.values()))
         residual = None
         if len(sections) > 1:
             width = self.oplist.buffers[self.oplist.buffer_index(RESIDUAL)].width
             residual = ResidualBuffer(first, self.limits.max_tokens, width)
-        runners, used = [], dict.fromkeys(models, 0)
+        runners: list[SectionRunner] = []
         for index, section in enumerate(sections):
             ends = (index > 0, index + 1 < len(sections))
             if section.device == "cpu":
                 assert residual is not None
-                runners.append(self._cpu_section(section, residual, *ends))
+                cpu = self._cpu_section(section, residual, *ends)
+                runners.append(self._passing_section(section, cpu, models) if self._passes(section) else cpu)
                 continue
-            begin = used[section.device]
-            used[section.device] = end = begin + section.end - section.begin
-            runners.append(GpuSection(models[section.device], begin, end, residual, *ends))
+            span = self._span(section.device, section)
+            runners.append(GpuSection(models[section.device], *span, residual, *ends))
         return self._assemble(models, tuple(runners), residual)
 
     def _cpu_section(
         self, section: Section, residual: ResidualBuffer, receives: bool, sends: bool
-    ) -> SectionRunner:
-        ops = self.oplist.ops[section.begin : section.end]
+    ) -> CpuSection:
         native: NativeExecutor = native_executor(
             self.file,
-            restrict(self.oplist, ops),
+            restrict(self.oplist, self._ops(section)),
             self.placement,
             n_pages=self.n_pages,
             max_outputs=self.limits.max_outputs,
             progress=self.progress,
         )
         return CpuSection(native, residual, receives, sends)
+
+    def _passing_section(
+        self, section: Section, cpu: CpuSection, models: dict[str, DeviceModel]
+    ) -> PassingSection:
+        name = self._host_of_guests
+        span = self._span(name, section)
+        return PassingSection(cpu, models[name], self.file, *span, self.placement.passing_tokens)
 
     def _assemble(
         self,

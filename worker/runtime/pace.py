@@ -11,13 +11,15 @@ WEIGHT_OF_FASTER, WEIGHT_OF_SLOWER = 0.25, 0.7  # of the newest step; the budget
 class Pace:
     """Estimates of a decode step's time and of the time that each prompt token adds to a step.
 
-    A step costs about `decode_s + prompt tokens * token_s`: the weights are read once, whoever shares the
-    step.
+    A step costs about `decode_s + prompt tokens * token_s`: the weights are read once, whoever shares the step.
+    Chunks of less than `least_chunk_tokens` are not asked for: where weights are brought for a chunk, a small one
+    may be computed elsewhere and tells nothing of large ones.
     """
 
-    __slots__ = ("decode_s", "token_s")
+    __slots__ = ("decode_s", "least_chunk_tokens", "token_s")
 
-    def __init__(self) -> None:
+    def __init__(self, least_chunk_tokens: int = LEAST_CHUNK_TOKENS) -> None:
+        self.least_chunk_tokens = least_chunk_tokens
         self.decode_s: float | None = None
         self.token_s: float | None = None
 
@@ -36,10 +38,10 @@ class Pace:
         Before anything was measured: a few when others decode, no bound when `alone`.
         """
         if self.token_s is None:
-            return NO_BOUND if alone else FIRST_CHUNK_TOKENS
+            return NO_BOUND if alone else max(FIRST_CHUNK_TOKENS, self.least_chunk_tokens)
         if self.token_s <= 0.0:
             return NO_BOUND
-        return max(LEAST_CHUNK_TOKENS, int(budget_s / self.token_s))
+        return max(self.least_chunk_tokens, int(budget_s / self.token_s))
 
     @property
     def prefill_tokens_per_s(self) -> float | None:

@@ -209,12 +209,14 @@ def _check_ids(name: str, ids: list[int], n_vocab: int, least: int) -> None:
         )
 
 
+_SMALLEST = 2.0**-126  # kernels compute in single precision: less may be zero there
 _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("temperature", 0.0, math.inf, "at least 0"),
     ("top_k", 0, math.inf, "at least 0, 0 switches it off"),
-    ("top_p", 0.0, 1.0, "0 to 1"),
+    ("top_p", _SMALLEST, 1.0, "above 0, at most 1"),
     ("min_p", 0.0, 1.0, "0 to 1"),
     ("repeat_last_n", -1, math.inf, "at least -1, which stands for the whole context"),
+    ("repeat_penalty", _SMALLEST, math.inf, "above 0"),
     ("presence_penalty", -math.inf, math.inf, "a number"),
     ("frequency_penalty", -math.inf, math.inf, "a number"),
 )
@@ -225,8 +227,6 @@ def _check_sampling(params: SamplingParams, n_vocab: int) -> None:
         value = getattr(params, name)
         if not (low <= value <= high) or not math.isfinite(value):
             raise Refusal("invalid_request", f"{name} is {value}; it must be {words}")
-    if not (params.repeat_penalty > 0 and math.isfinite(params.repeat_penalty)):
-        raise Refusal("invalid_request", f"repeat_penalty is {params.repeat_penalty}; it must be above 0")
     if params.logprobs is not None and not 0 <= params.logprobs <= MAX_TOP:
         raise Refusal("invalid_request", f"logprobs is {params.logprobs}; it must be 0 to {MAX_TOP}")
     if params.logit_bias:

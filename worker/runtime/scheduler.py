@@ -1,6 +1,6 @@
 """Continuous batching: which tokens of which requests share the next step, and what becomes of the results.
 
-One call of `step` delivers one forward pass: admit from the queue, make room, plan, run, deliver. Requests are
+One call of `step` delivers one forward pass: admit from the queue, make room, seat, run, deliver. Requests are
 served first come first served; every running one that decodes gets its token in every step, and prompts
 fill the rest of the step up to a time budget. When the key/value cache is full, the youngest request goes
 back to the queue and is computed again later: its stream goes on where it stopped, with the tokens it would
@@ -21,10 +21,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from plans.placement import PAGE_TOKENS
 from worker.protocol import Accepted, Done, Failed, FromWorker, Generate, Score, Scored, TokenEvent
 from worker.runtime.cancel import CancelBoard
 from worker.runtime.executor import (
-    PAGE_TOKENS,
     Executor,
     RunsAhead,
     SampledToken,
@@ -32,9 +32,9 @@ from worker.runtime.executor import (
     StepCancelled,
     StepFailed,
 )
-from worker.runtime.flight import Flight, Plan, batch_behind, batch_of
+from worker.runtime.flight import Flight, Seats, batch_behind, batch_of
 from worker.runtime.kv_pages import PagePool
-from worker.runtime.pace import Pace, share_budget
+from worker.runtime.pace import LEAST_CHUNK_TOKENS, Pace, share_budget
 from worker.runtime.requests import (
     Bounds,
     Generation,
@@ -51,11 +51,14 @@ LONGEST_STEP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`context_length_tokens` is of one sequence; `step_budget_s` bounds what prompts add to a decode step."""
+    """`context_length_tokens` is of one sequence; `step_budget_s` bounds what prompts add to a decode step, except that
+    they may always add `least_chunk_tokens` tokens.
+    """
 
     context_length_tokens: int
     max_sequences: int
     step_budget_s: float = 0.15
+    least_chunk_tokens: int = LEAST_CHUNK_TOKENS
     max_queued: int = 256
 
 
@@ -100,7 +103,7 @@ class Scheduler:
         self.pool = PagePool(executor.n_pages, executor.copy_page)
         self.board = board or CancelBoard()
         self.counters = Counters()
-        self._pace = Pace()
+        self._pace = Pace(limits.least_chunk_tokens)
         self._queue: deque[Request] = deque()  # oldest first
         self._running: list[Request] = []  # oldest first
         self._by_id: dict[str, Request] = {}
@@ -151,10 +154,10 @@ class Scheduler:
         if flight is None:
             self._admit()
             self._make_room()
-            plan = self._plan()
-            if not plan:
+            seats = self._seat()
+            if not seats:
                 return
-            flight = self._begin(plan)
+            flight = self._begin(seats)
         self._land(flight)
 
     def stats(self) -> dict[str, float | int | None]:
@@ -226,24 +229,25 @@ class Scheduler:
         self._queue.appendleft(request)
         self.counters.preempted += 1
 
-    def _plan(self) -> Plan:
+    def _seat(self) -> Seats:
         """Everyone who decodes, then prompts within the budget: at least half of it is for the oldest prompt, so
         that it can not starve, and what is left goes to the shortest first."""
-        plan: Plan = []
+        seats: Seats = []
         prompts: list[tuple[int, Request]] = []
         for request in self._running:
             missing = request.n_known - request.n_computed
             if missing == 1:
-                plan.append((request, 1))
+                seats.append((request, 1))
             else:
                 prompts.append((missing, request))
         if not prompts:
-            return plan
-        budget_s = self._limits.step_budget_s if plan else LONGEST_STEP_S
-        budget = min(self._executor.max_tokens - len(plan), self._pace.chunk_tokens(budget_s, alone=not plan))
+            return seats
+        budget_s = self._limits.step_budget_s if seats else LONGEST_STEP_S
+        spare_tokens = self._executor.max_tokens - len(seats)
+        budget = min(spare_tokens, self._pace.chunk_tokens(budget_s, alone=not seats))
         shares = share_budget([self._chunk_limit(request, missing) for missing, request in prompts], budget)
-        plan.extend((request, share) for (_, request), share in zip(prompts, shares, strict=True) if share)
-        return plan
+        seats.extend((request, share) for (_, request), share in zip(prompts, shares, strict=True) if share)
+        return seats
 
     def _chunk_limit(self, request: Request, missing: int) -> int:
         """A scoring wants an output of each token, and the executor has room for so many."""
@@ -255,9 +259,9 @@ class Scheduler:
 
     # ---- a step ---------------------------------------------------------------------------------
 
-    def _begin(self, plan: Plan) -> Flight:
-        batch = batch_of(plan)
-        return Flight(plan, batch, self._clock(), self._submit(batch))
+    def _begin(self, seats: Seats) -> Flight:
+        batch = batch_of(seats)
+        return Flight(seats, batch, self._clock(), self._submit(batch))
 
     def _submit(self, batch: StepBatch) -> object | None:
         if self._ahead is None:
@@ -269,25 +273,25 @@ class Scheduler:
 
     def _follow(self, flight: Flight) -> Flight | None:
         """Queue the step behind a running one, if the same requests take part in both."""
-        if flight.ticket is None or len(flight.living()) < len(flight.plan):
+        if flight.ticket is None or len(flight.living()) < len(flight.seats):
             return None
         self._admit()
-        if len(flight.plan) < len(self._running):
+        if len(flight.seats) < len(self._running):
             return None
-        batch = batch_behind(flight.plan)
+        batch = batch_behind(flight.seats)
         if batch is None or not all(
             self.pool.reserve(request.pages, request.n_known + 1)
-            for request, _ in flight.plan
+            for request, _ in flight.seats
             if request.pages is not None
         ):
             return None
         ticket = self._submit(batch)
-        return None if ticket is None else Flight(flight.plan, batch, self._clock(), ticket)
+        return None if ticket is None else Flight(flight.seats, batch, self._clock(), ticket)
 
     def _land(self, flight: Flight) -> None:
         """Get the answers and deliver them. When the step fails, each request is tried by itself, so that one bad
         request does not end the others."""
-        self.board.begin_step([request.request_id for request, _ in flight.plan])
+        self.board.begin_step([request.request_id for request, _ in flight.seats])
         try:
             self._behind = self._follow(flight)
             answers = self._answers(flight)
@@ -315,11 +319,11 @@ class Scheduler:
         if behind is not None:
             with contextlib.suppress(StepFailed):
                 self._answers(behind)
-        for entry in flight.living():
-            if len(flight.plan) == 1:
-                self._fail(entry[0], "internal", str(error))
+        for seat in flight.living():
+            if len(flight.seats) == 1:
+                self._fail(seat[0], "internal", str(error))
             else:
-                self._land(self._begin([entry]))
+                self._land(self._begin([seat]))
 
     def _deliver(self, flight: Flight, answers: list[SampledToken], now_s: float) -> None:
         if len(answers) != flight.batch.n_outputs:
@@ -327,7 +331,7 @@ class Scheduler:
                 f"the executor gave {len(answers)} answers to {flight.batch.n_outputs} outputs"
             )
         first = 0
-        for (request, n_tokens), part in zip(flight.plan, flight.batch.parts, strict=True):
+        for (request, n_tokens), part in zip(flight.seats, flight.batch.parts, strict=True):
             begin, first = first, first + len(part.outputs)
             if request.pages is None:  # ended while this was queued
                 continue

@@ -14,7 +14,8 @@ from typing import BinaryIO
 import msgspec
 
 from configs.errors import EngineError, ModelFileError, UserError
-from plans.placement import Placement
+from plans.host import resident_bytes
+from plans.placement import PAGE_TOKENS, Placement
 from worker.protocol import (
     PROTOCOL_VERSION,
     Bye,
@@ -35,10 +36,12 @@ from worker.protocol import (
     ToWorker,
 )
 from worker.runtime.cancel import CancelBoard
-from worker.runtime.executor import PAGE_TOKENS, Executor, ExecutorFactory
+from worker.runtime.executor import Executor, ExecutorFactory
+from worker.runtime.pace import LEAST_CHUNK_TOKENS
 from worker.runtime.pipes import EventWriter, Inbox, Malformed, Pulse, Stop, read_messages
 from worker.runtime.scheduler import Limits, Scheduler
 
+STALL_LIMIT_S = 120.0
 CAPABILITIES = ["generate", "score", "cancel", "stats", "logprobs", "teacher_ids", "prefix_cache"]
 
 log = logging.getLogger("placewright.worker")
@@ -50,7 +53,7 @@ class WorkerOptions:
 
     isa: str
     version: str
-    stall_limit_s: float = 120.0
+    stall_limit_s: float = STALL_LIMIT_S
 
 
 class _Stopped(Exception):
@@ -162,7 +165,10 @@ class Worker:
             return False
         self._executor = executor
         limits = Limits(
-            placement.context_length_tokens, placement.max_sequences, placement.step_budget_ms / 1000
+            placement.context_length_tokens,
+            placement.max_sequences,
+            placement.step_budget_ms / 1000,
+            max(LEAST_CHUNK_TOKENS, placement.passing_tokens),
         )
         self._scheduler = Scheduler(executor, limits, self._writer.emit, board=self._board)
         gc.collect()
@@ -227,7 +233,7 @@ class Worker:
     def _stats(self, scheduler: Scheduler) -> dict[str, float | int | None]:
         return scheduler.stats() | {
             "uptime_s": time.monotonic() - self._started_s,
-            "resident_bytes": _resident_bytes(),
+            "resident_bytes": resident_bytes(),
         }
 
     # ---- ends -----------------------------------------------------------------------------------
@@ -265,12 +271,3 @@ def _load_error_code(error: Exception) -> str:
     if isinstance(error, EngineError):
         return "machine"
     return "io" if isinstance(error, OSError) else "internal"
-
-
-def _resident_bytes() -> int | None:
-    """What this process holds in memory; None where /proc does not say."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None

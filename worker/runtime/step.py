@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.errors import EngineError
-from plans.placement import Placement
-from worker.cpu.batch import StepBatch as StepArrays
+from plans.placement import PAGE_TOKENS, Placement
 from worker.cpu.handles import KvCache, Step, Team
 from worker.cpu.library import Library
+from worker.cpu.step_arrays import StepArrays
 from worker.cpu.structs import SampledStruct, SamplerStruct, WeightStruct
-from worker.ops.batch import PAGE_TOKENS, Batch, PageTables
+from worker.ops.batch import Batch, PageTables
 from worker.ops.oplist import OpList
 from worker.runtime.executor import (
     CancelFlag,
@@ -29,9 +29,8 @@ from worker.runtime.executor import (
 )
 from worker.runtime.weights import LoadedWeights
 
-FORCED_BIAS = np.float32(
-    1e30
-)  # greedy under this bias picks the target, whose raw log probability is then reported
+# Greedy sampling under this bias picks the target, whose raw log probability is then reported.
+FORCED_BIAS = np.float32(1e30)
 
 
 class NativeExecutor:
@@ -62,9 +61,8 @@ class NativeExecutor:
         self._page_tables = PageTables(self._arrays.page_tables)
         # memoryviews, since setting one number of an array takes a long way through numpy
         self._token_ids, self._positions = self._arrays.token_ids.data, self._arrays.positions.data
-        self._one_each = (
-            0  # so many sequences the arrays are laid out for, when each has one token and one output
-        )
+        # For so many sequences with one token and one output each the arrays are laid out already; 0 = for none.
+        self._one_each = 0
 
     @property
     def weight_structs(self) -> list[WeightStruct]:

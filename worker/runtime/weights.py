@@ -24,8 +24,8 @@ from worker.model.gguf import ModelFile
 from worker.model.quants import dequantize
 from worker.model.types import BY_NAME
 from worker.ops.oplist import OpList, Weight
+from worker.protocol import ProgressCallback
 
-Progress = Callable[[str, int, int], None]  # phase, done bytes, total bytes
 ALIGNMENT_BYTES = 64
 PACK_CHUNK_BYTES = 4 << 20  # one job of a packing thread
 
@@ -53,7 +53,7 @@ def load_weights(
     packed: bool,
     huge_pages: bool,
     threads: int,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> LoadedWeights:
     """Raises ModelFileError for a type without kernels, EngineStartError when memory is refused."""
     _check_types(library, file, oplist)
@@ -108,7 +108,7 @@ def _pack_all(
     loaded: LoadedWeights,
     huge_pages: bool,
     threads: int,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> None:
     """Lay out the arena, then pack row ranges of all matrices on `threads` threads (the calls free the GIL)."""
     jobs: list[tuple[Callable[[], None], int]] = []
@@ -157,7 +157,7 @@ def _bind(library: Library, arguments: tuple[int, int, int, int, int, int, int])
     return lambda: library.pack(*arguments)
 
 
-def _run(jobs: list[tuple[Callable[[], None], int]], threads: int, progress: Progress) -> None:
+def _run(jobs: list[tuple[Callable[[], None], int]], threads: int, progress: ProgressCallback) -> None:
     total_bytes, done_bytes = sum(size for _, size in jobs), 0
     progress("packing", 0, total_bytes)
     with ThreadPoolExecutor(threads, thread_name_prefix="pack") as pool:

@@ -1,4 +1,4 @@
-"""The version of this Placewright, as plans and engine builds state it."""
+"""The version of this Placewright, as plans, engine builds and the worker's hello state it."""
 
 from __future__ import annotations
 

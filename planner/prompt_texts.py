@@ -1,7 +1,7 @@
-"""The prompts that are measured: built-in corpora, a user's file or a `hf:` data set, as token ids.
+"""The texts that are measured with: the built-in corpora, a user's file, or the rows of an `hf:` data set.
 
-Every engine gets the same ids. A text that repeats a few tokens is refused: its routing and its caches look
-nothing like a real request, and a plan chosen on it would be wrong.
+Half of them are `train`, for racing candidates, and half are `heldout`, for confirming the winner on text that it was
+not chosen on.
 """
 
 from __future__ import annotations
@@ -9,23 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from configs.errors import MeasureError, UserError
 from configs.paths import read_text_file, reason_of
+from plans.plan import Split
 
-Split = Literal["train", "heldout"]
-Encode = Callable[[str], list[int]]
-
-_FEWEST_DISTINCT_SHARE = 0.08  # of 256 tokens; prose and code have 0.4 to 0.7
-_MOST_COMMON_PAIR_SHARE = 0.25
-_WINDOW_TOKENS = 256
 _HF_MOST_ROWS = 64
 _HF_COLUMNS = ("text", "prompt", "content", "instruction", "question", "messages", "conversations")
 
@@ -34,15 +28,6 @@ class PromptText(msgspec.Struct, frozen=True):
     name: str
     split: Split
     text: str
-
-
-class Passage(msgspec.Struct, frozen=True):
-    """A prompt as ids, and the ids that follow it in the text (the forced output)."""
-
-    name: str
-    split: Split
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
 
 
 def chat_text(messages: list[Mapping[str, Any]]) -> str:
@@ -121,7 +106,7 @@ def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[str, str]]:
 
 
 def from_data_set(name: str) -> list[PromptText]:
-    """`hf:NAME`: rows of a data set (or a local folder of one) through the `datasets` package."""
+    """`hf:NAME`: the first rows of a data set, or of a folder that one was saved to. Raises UserError."""
     try:
         import datasets  # only this option needs it: extra "corpora"
     except ImportError as error:
@@ -132,10 +117,16 @@ def from_data_set(name: str) -> list[PromptText]:
         loaded = datasets.load_from_disk(name) if _is_saved(name) else datasets.load_dataset(name)
     except Exception as error:  # whatever the library raises, the reason is that this name can not be loaded
         raise UserError(f"--prompts hf:{name} can not be loaded: {error}") from error
-    rows = loaded if hasattr(loaded, "column_names") and isinstance(loaded.column_names, list) else None
-    table = rows if rows is not None else loaded[sorted(loaded)[-1] if "train" not in loaded else "train"]
-    picked = (table[index] for index in range(min(len(table), _HF_MOST_ROWS)))
-    return _split_alternately((f"{name}:{index}", _row_text(row)) for index, row in enumerate(picked))
+    table = _one_table(loaded)
+    rows = (table[index] for index in range(min(len(table), _HF_MOST_ROWS)))
+    return _split_alternately((f"{name}:{index}", _row_text(row)) for index, row in enumerate(rows))
+
+
+def _one_table(loaded: Any) -> Any:
+    """The rows of a loaded data set; where it has several named tables, of `train` or else the last by name."""
+    if not isinstance(loaded, Mapping):
+        return loaded
+    return loaded["train" if "train" in loaded else max(loaded)]
 
 
 def _is_saved(name: str) -> bool:
@@ -157,54 +148,3 @@ def load_texts(source: str | None) -> list[PromptText]:
 
 def texts_sha256(texts: list[PromptText]) -> str:
     return hashlib.sha256(msgspec.json.encode(texts)).hexdigest()
-
-
-def degenerate_reason(ids: list[int]) -> str | None:
-    """Why these ids are no realistic prompt, or None. Looks at windows, so length alone does not matter."""
-    for first in range(0, max(1, len(ids) - _WINDOW_TOKENS + 1), _WINDOW_TOKENS):
-        window = ids[first : first + _WINDOW_TOKENS]
-        if len(window) < 16:
-            return f"only {len(window)} tokens"
-        distinct = len(set(window)) / len(window)
-        pairs = Counter(zip(window, window[1:], strict=False))
-        common = pairs.most_common(1)[0][1] / max(1, len(window) - 1)
-        if distinct < _FEWEST_DISTINCT_SHARE or common > _MOST_COMMON_PAIR_SHARE:
-            return (
-                f"tokens {first} to {first + len(window)} repeat themselves ({len(set(window))} distinct ids)"
-            )
-    return None
-
-
-class Material:
-    """Encoded texts of both splits. `passage` cuts the same windows for the same arguments."""
-
-    def __init__(self, texts: list[PromptText], encode: Encode) -> None:
-        self._ids: dict[Split, list[tuple[str, list[int]]]] = {"train": [], "heldout": []}
-        for text in texts:
-            ids = encode(text.text)
-            if reason := degenerate_reason(ids):
-                raise UserError(
-                    f"prompt text {text.name!r} is not fit for measuring: {reason}; use real prompts"
-                )
-            self._ids[text.split].append((text.name, ids))
-
-    def passage(self, split: Split, index: int, prompt_tokens: int, output_tokens: int) -> Passage:
-        """Passage `index`: texts take turns, and each turn starts elsewhere in its text, so no prefix
-        repeats.
-
-        A text shorter than the passage is continued with the next ones of its split, then from its own start.
-        """
-        texts = self._ids[split]
-        name, ids = texts[index % len(texts)]
-        joined = list(ids)
-        following = index
-        while len(joined) < prompt_tokens + output_tokens + 1:
-            following += 1
-            joined += texts[following % len(texts)][1]
-        turn = index // len(texts)
-        room = len(joined) - prompt_tokens - output_tokens
-        first = turn * 97 % room  # 97: no common divisor with line or block lengths
-        middle = first + prompt_tokens
-        return Passage(
-            name, split, tuple(joined[first:middle]), tuple(joined[middle : middle + output_tokens])
-        )

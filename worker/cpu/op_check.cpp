@@ -1,10 +1,10 @@
-// What is refused: op lists that do not fit together when a step is created, batches that would read or write outside
-// of their memory when it runs. Words say the op, what was given and what would do.
+// Op lists whose parts do not fit together are refused when a step is created. Words say the op, what was given and
+// what would do.
 #include <cstdarg>
 #include <cstdio>
 
 #include "error.h"
-#include "sampler.h"
+#include "op_args.h"
 #include "step.h"
 
 namespace pw {
@@ -111,10 +111,11 @@ class OpCheck {
   }
 
   void linear() {
-    if (!need(op_.i[0] >= 1 && op_.i[0] <= kMaxOutputs, "%d outputs, there can be 1 to %d", op_.i[0], kMaxOutputs))
+    const int32_t n_outputs = LinearArgs(op_).n_outputs;
+    if (!need(n_outputs >= 1 && n_outputs <= kMaxOutputs, "%d outputs, there can be 1 to %d", n_outputs, kMaxOutputs))
       return;
     if (!buffer("in0", op_.in[0])) return;
-    for (int32_t j = 0; j < op_.i[0]; ++j) {
+    for (int32_t j = 0; j < n_outputs; ++j) {
       if (!matrix("weight", op_.weight[j])) return;
       const pw_weight& w = weight_at(op_.weight[j]);
       if (!buffer_of("in0", op_.in[0], w.cols) || !buffer_of("out", op_.out[j], w.rows)) return;
@@ -123,8 +124,8 @@ class OpCheck {
     }
   }
 
-  bool heads() {
-    const int32_t n_heads = op_.i[0], n_kv_heads = op_.i[1], head_dim = op_.i[2], layer = op_.i[5];
+  bool heads(const HeadArgs& args) {
+    const int32_t n_heads = args.n_heads, n_kv_heads = args.n_kv_heads, layer = args.kv_layer;
     if (!need(step_.kv != nullptr, "there is no key/value cache")) return false;
     if (!need(n_kv_heads > 0 && n_heads > 0 && n_heads % n_kv_heads == 0, "%d heads on %d key/value heads", n_heads,
               n_kv_heads))
@@ -132,33 +133,36 @@ class OpCheck {
     if (!need(layer >= 0 && layer < step_.kv->n_layers(), "KV layer %d, the cache has %d", layer, step_.kv->n_layers()))
       return false;
     const KvLayer& kv = step_.kv->layer(layer);
-    return need(kv.n_heads == n_kv_heads && kv.head_dim == head_dim,
-                "%d key/value heads of %d dims, the cache has %d of %d", n_kv_heads, head_dim, kv.n_heads, kv.head_dim);
+    return need(kv.n_heads == n_kv_heads && kv.head_dim == args.head_dim,
+                "%d key/value heads of %d dims, the cache has %d of %d", n_kv_heads, args.head_dim, kv.n_heads,
+                kv.head_dim);
   }
 
   void rope_store() {
-    if (!heads()) return;
-    const int32_t head_dim = op_.i[2], rope_dim = op_.i[3];
-    if (!buffer_of("in0 (q)", op_.in[0], int64_t{op_.i[0]} * head_dim) ||
-        !buffer_of("in1 (k)", op_.in[1], int64_t{op_.i[1]} * head_dim) ||
-        !buffer_of("in2 (v)", op_.in[2], int64_t{op_.i[1]} * head_dim))
+    const RopeStoreArgs args(op_);
+    if (!heads(args)) return;
+    const int32_t head_dim = args.head_dim, rope_dim = args.rope_dim;
+    if (!buffer_of("in0 (q)", op_.in[0], int64_t{args.n_heads} * head_dim) ||
+        !buffer_of("in1 (k)", op_.in[1], int64_t{args.n_kv_heads} * head_dim) ||
+        !buffer_of("in2 (v)", op_.in[2], int64_t{args.n_kv_heads} * head_dim))
       return;
     for (int32_t j = 0; j < 3; ++j) tokens("q, k and v", op_.in[j]);
     need(rope_dim > 0 && rope_dim % 2 == 0 && rope_dim <= head_dim, "rope_dim %d with head_dim %d", rope_dim, head_dim);
     need(op_.i[4] == 0 || op_.i[4] == 1, "rope style %d: 0 interleaved, 1 half", op_.i[4]);
-    optional_vector("weight0 (q norm)", op_.weight[0], head_dim);
-    optional_vector("weight1 (k norm)", op_.weight[1], head_dim);
-    vector("weight2 (frequencies)", op_.weight[2], rope_dim / 2);
+    optional_vector("weight0 (q norm)", args.query_norm, head_dim);
+    optional_vector("weight1 (k norm)", args.key_norm, head_dim);
+    vector("weight2 (frequencies)", args.frequencies, rope_dim / 2);
   }
 
   void attention() {
-    if (!heads()) return;
-    const int64_t width = int64_t{op_.i[0]} * op_.i[2];
+    const AttentionArgs args(op_);
+    if (!heads(args)) return;
+    const int64_t width = int64_t{args.n_heads} * args.head_dim;
     if (!buffer_of("in0 (q)", op_.in[0], width) || !buffer_of("out0", op_.out[0], width)) return;
     tokens("in0", op_.in[0]);
     tokens("out0", op_.out[0]);
     need(op_.in[0] != op_.out[0], "q and the result must be two buffers");
-    need(op_.i[6] >= 0, "window of %d tokens", op_.i[6]);
+    need(args.window_tokens >= 0, "window of %d tokens", args.window_tokens);
   }
 
   void glu() {
@@ -173,7 +177,8 @@ class OpCheck {
   void activation() { need(op_.i[0] == 0 || op_.i[0] == 1, "activation %d: 0 silu, 1 gelu", op_.i[0]); }
 
   void router() {
-    const int32_t n_experts = op_.i[0], k = op_.i[1];
+    const RouterArgs args(op_);
+    const int32_t n_experts = args.n_experts, k = args.n_used;
     if (!need(k >= 1 && k <= n_experts, "%d of %d experts", k, n_experts) || !matrix("weight0", op_.weight[0])) return;
     const pw_weight& w = weight_at(op_.weight[0]);
     need(w.rows == n_experts, "the router has %d rows for %d experts", w.rows, n_experts);
@@ -192,7 +197,8 @@ class OpCheck {
       if (!matrix("weight", op_.weight[j])) return;
     const pw_weight &gate = weight_at(op_.weight[0]), &up = weight_at(op_.weight[1]), &down = weight_at(op_.weight[2]);
     activation();
-    need(op_.i[1] >= 1 && op_.i[1] <= gate.experts, "%d of %d experts", op_.i[1], gate.experts);
+    const int32_t k = MoeArgs(op_).n_used;
+    need(k >= 1 && k <= gate.experts, "%d of %d experts", k, gate.experts);
     need(gate.experts == up.experts && up.experts == down.experts && gate.rows == up.rows && gate.cols == up.cols &&
              down.cols == gate.rows,
          "gate, up and down do not fit: %d x %d, %d x %d, %d x %d with %d, %d, %d experts", gate.rows, gate.cols,
@@ -201,8 +207,8 @@ class OpCheck {
          "gate of type %d and up of type %d need their input "
          "in two forms: quantise them alike",
          gate.type, up.type);
-    if (!buffer_of("in0", op_.in[0], gate.cols) || !buffer_of("in1 (ids)", op_.in[1], op_.i[1]) ||
-        !buffer_of("in2 (weights)", op_.in[2], op_.i[1]) || !buffer_of("out0", op_.out[0], down.rows))
+    if (!buffer_of("in0", op_.in[0], gate.cols) || !buffer_of("in1 (ids)", op_.in[1], k) ||
+        !buffer_of("in2 (weights)", op_.in[2], k) || !buffer_of("out0", op_.out[0], down.rows))
       return;
     for (int32_t j = 0; j < 3; ++j) tokens("input", op_.in[j]);
     tokens("out0", op_.out[0]);
@@ -215,7 +221,8 @@ class OpCheck {
   }
 
   void sample() {
-    if (!need(op_.i[0] >= 1, "a vocabulary of %d", op_.i[0]) || !buffer_of("in0", op_.in[0], op_.i[0])) return;
+    const int32_t n_vocab = sample_vocabulary(op_);
+    if (!need(n_vocab >= 1, "a vocabulary of %d", n_vocab) || !buffer_of("in0", op_.in[0], n_vocab)) return;
     need(buffer_at(op_.in[0]).is_output, "in0 must have a row per output");
   }
 
@@ -225,88 +232,6 @@ class OpCheck {
   int32_t code_ = PW_OK;
 };
 
-// ---- batches ----
-
-int32_t vocabulary(const Step& step) {  // 0 where nothing is sampled
-  for (const pw_op& op : step.ops)
-    if (op.kind == PW_OP_SAMPLE) return op.i[0];
-  return 0;
-}
-
-int32_t embedding_rows(const Step& step) {  // 0 where nothing is embedded
-  for (const pw_op& op : step.ops)
-    if (op.kind == PW_OP_EMBED) return step.weights[op.weight[0]].rows;
-  return 0;
-}
-
-int32_t check_shape(const Step& step, const pw_batch& batch, int32_t n_threads) {
-  if (n_threads < 1 || n_threads > step.team->size())
-    return fail(PW_E_ARGUMENT, "%d threads of a team of %d", n_threads, step.team->size());
-  if (batch.n_tokens < 1 || batch.n_tokens > step.max_tokens)
-    return fail(PW_E_ARGUMENT, "%d tokens in a step made for 1 to %d", batch.n_tokens, step.max_tokens);
-  if (batch.n_outputs < 0 || batch.n_outputs > step.max_outputs)
-    return fail(PW_E_ARGUMENT, "%d outputs in a step made for up to %d", batch.n_outputs, step.max_outputs);
-  if (batch.n_sequences < 1 || batch.n_sequences > batch.n_tokens)
-    return fail(PW_E_ARGUMENT, "%d sequences with %d tokens", batch.n_sequences, batch.n_tokens);
-  if (!batch.token_ids || !batch.positions || !batch.sequence_first || (step.kv && !batch.page_tables) ||
-      (batch.n_outputs > 0 && !batch.output_rows) || (batch.samplers && !batch.sampled))
-    return fail(PW_E_ARGUMENT, "a pointer of the batch is missing");
-  return PW_OK;
-}
-
-int32_t check_sequence(const Step& step, const pw_batch& batch, int32_t sequence) {
-  const int32_t begin = batch.sequence_first[sequence], end = batch.sequence_first[sequence + 1];
-  if (begin >= end || begin < 0 || end > batch.n_tokens)
-    return fail(PW_E_ARGUMENT, "sequence %d has tokens [%d, %d) of %d", sequence, begin, end, batch.n_tokens);
-  const int32_t first_position = batch.positions[begin];
-  for (int32_t token = begin; token < end; ++token)
-    if (batch.positions[token] != first_position + (token - begin) || first_position < 0)
-      return fail(PW_E_ARGUMENT, "token %d of sequence %d has position %d: they start at 0 or above and ascend by 1",
-                  token - begin, sequence, batch.positions[token]);
-  if (!step.kv) return PW_OK;
-  const int64_t n_pages = (int64_t{first_position} + (end - begin) + PW_PAGE_TOKENS - 1) / PW_PAGE_TOKENS;
-  if (n_pages > batch.page_table_stride)
-    return fail(PW_E_ARGUMENT, "sequence %d needs %ld pages, its table holds %d", sequence, static_cast<long>(n_pages),
-                batch.page_table_stride);
-  const int32_t* pages = batch.page_tables + int64_t{sequence} * batch.page_table_stride;
-  for (int64_t i = 0; i < n_pages; ++i)
-    if (pages[i] < 0 || pages[i] >= step.kv->n_pages())
-      return fail(PW_E_ARGUMENT, "sequence %d has page %d, the cache has 0..%d", sequence, pages[i],
-                  step.kv->n_pages() - 1);
-  return PW_OK;
-}
-
-int32_t check_sequences(const Step& step, const pw_batch& batch) {
-  if (batch.sequence_first[0] != 0 || batch.sequence_first[batch.n_sequences] != batch.n_tokens)
-    return fail(PW_E_ARGUMENT, "the sequences must cover tokens 0 to %d", batch.n_tokens);
-  for (int32_t sequence = 0; sequence < batch.n_sequences; ++sequence) {
-    const int32_t checked = check_sequence(step, batch, sequence);
-    if (checked != PW_OK) return checked;
-  }
-  return PW_OK;
-}
-
-int32_t check_tokens(const Step& step, const pw_batch& batch) {
-  const int32_t n_rows = embedding_rows(step);
-  for (int32_t token = 0; token < batch.n_tokens && n_rows > 0; ++token)
-    if (batch.token_ids[token] < 0 || batch.token_ids[token] >= n_rows)
-      return fail(PW_E_ARGUMENT, "token id %d, the vocabulary has 0..%d", batch.token_ids[token], n_rows - 1);
-  return PW_OK;
-}
-
-int32_t check_outputs(const Step& step, const pw_batch& batch) {
-  const int32_t n_vocab = vocabulary(step);
-  for (int32_t output = 0; output < batch.n_outputs; ++output) {
-    const int32_t row = batch.output_rows[output];
-    if (row < 0 || row >= batch.n_tokens)
-      return fail(PW_E_ARGUMENT, "output %d is row %d of %d", output, row, batch.n_tokens);
-    if (!batch.samplers || n_vocab == 0) continue;
-    const char* words = check_sampler(batch.samplers[output], n_vocab);
-    if (words) return fail(PW_E_ARGUMENT, "sampler of output %d: %s", output, words);
-  }
-  return PW_OK;
-}
-
 }  // namespace
 
 int32_t check_ops(const Step& step) {
@@ -315,14 +240,6 @@ int32_t check_ops(const Step& step) {
     if (checked != PW_OK) return checked;
   }
   return PW_OK;
-}
-
-int32_t check_batch(const Step& step, const pw_batch& batch, int32_t n_threads) {
-  int32_t checked = check_shape(step, batch, n_threads);
-  if (checked == PW_OK) checked = check_sequences(step, batch);
-  if (checked == PW_OK) checked = check_tokens(step, batch);
-  if (checked == PW_OK) checked = check_outputs(step, batch);
-  return checked;
 }
 
 }  // namespace pw

@@ -1,6 +1,6 @@
-"""A batch for one step: numpy arrays that the scheduler fills in place, and the struct that points at them.
+"""The input and output of a step as the C ABI wants them: numpy arrays, and the struct that points at them.
 
-The arrays are made once; filling them and `Step.run(batch.struct, n_threads)` is all Python does for a token.
+The arrays are made once; filling them and `Step.run(arrays.struct, n_threads)` is all Python does for a token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from worker.cpu.structs import BatchStruct, SampledStruct, SamplerStruct
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "repeat_penalty": 1.0, "n_top": -1}
 
 
-class StepBatch:
+class StepArrays:
     """Room for max_tokens tokens and max_outputs outputs of max_sequences sequences of max_pages pages.
 
     Arrays, all int32: `token_ids`, `positions` [max_tokens]; `sequence_first` [max_sequences + 1];

@@ -1,21 +1,22 @@
-"""Prompts: what is built in, what a user may bring, what is refused, and how passages are cut."""
+"""The texts that are measured with: what is built in, what a user may bring, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
 from configs.errors import MeasureError, UserError
-from planner import prompts
-from planner.prompts import Material, PromptText, built_in, chat_text, degenerate_reason, load_texts
-from tests.planner.fakes import encode, texts
+from planner import prompt_texts
+from planner.passages import Material
+from planner.prompt_texts import built_in, chat_text, load_texts
 
 
 def words(text: str) -> list[int]:
-    return [hash(word) % 50_000 for word in text.split()]
+    return [crc32(word.encode()) % 50_000 for word in text.split()]
 
 
 def test_the_corpora_have_both_splits_and_are_fit_for_measuring() -> None:
@@ -23,51 +24,16 @@ def test_the_corpora_have_both_splits_and_are_fit_for_measuring() -> None:
     assert {(text.name, text.split) for text in found} == {
         (name, split) for name in ("prose", "code", "agent") for split in ("train", "heldout")
     }
-    Material(found, words)
+    Material(found, words)  # refuses what is not fit
 
 
 def test_a_changed_corpus_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("changed")
     row = '[[text]]\nname = "a"\nfile = "a.txt"\nsplit = "train"\nsha256 = "00"\n'
     (tmp_path / "manifest.toml").write_text(row)
-    monkeypatch.setattr(prompts.resources, "files", lambda name: tmp_path)
+    monkeypatch.setattr(prompt_texts.resources, "files", lambda name: tmp_path)
     with pytest.raises(MeasureError, match=r"a\.txt was changed"):
         built_in()
-
-
-def test_passages_repeat_and_never_share_a_beginning() -> None:
-    material = Material(texts(), encode)
-    passages = [material.passage("train", index, 128, 16) for index in range(12)]
-    assert passages == [material.passage("train", index, 128, 16) for index in range(12)]
-    assert len({passage.prompt_ids[:4] for passage in passages}) == 12
-    assert all(len(item.prompt_ids) == 128 and len(item.output_ids) == 16 for item in passages)
-
-
-def test_a_passage_longer_than_its_text_goes_on_in_the_next() -> None:
-    material = Material(texts(), encode)
-    passage = material.passage("heldout", 0, 4000, 100)
-    assert len(passage.prompt_ids) == 4000 and len(passage.output_ids) == 100
-
-
-@pytest.mark.parametrize(
-    ("ids", "words"),
-    [
-        ([5] * 300, "repeat themselves"),
-        ([1, 2] * 200, "repeat themselves"),
-        (list(range(300)) + [7] * 300, "repeat themselves"),
-        ([1, 2, 3], "only 3 tokens"),
-        ([], "only 0 tokens"),
-    ],
-)
-def test_degenerate_prompts_are_refused(ids: list[int], words: str) -> None:
-    reason = degenerate_reason(ids)
-    assert reason is not None and words in reason
-    with pytest.raises(UserError, match="not fit for measuring"):
-        Material([PromptText("x", "train", "")], lambda text: ids)
-
-
-def test_ordinary_prompts_are_not() -> None:
-    assert degenerate_reason([i * 7919 % 1000 for i in range(600)]) is None
 
 
 def test_a_text_file_is_cut_in_half(tmp_path: Path) -> None:
@@ -130,6 +96,19 @@ def test_data_sets_come_through_the_datasets_package(tmp_path: Path) -> None:
     assert [text.text for text in found] == rows["text"]
     with pytest.raises(UserError, match="can not be loaded"):
         load_texts(f"hf:{tmp_path / 'nowhere'}")
+
+
+def test_of_a_data_set_with_several_tables_train_is_read_or_the_last_by_name(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the extra 'corpora' is not installed")
+    tables = {
+        name: datasets.Dataset.from_dict({"text": [f"{name} 0", f"{name} 1"]})
+        for name in ("test", "train", "validation")
+    }
+    datasets.DatasetDict(tables).save_to_disk(str(tmp_path / "three"))
+    del tables["train"]
+    datasets.DatasetDict(tables).save_to_disk(str(tmp_path / "two"))
+    assert [text.text for text in load_texts(f"hf:{tmp_path / 'three'}")] == ["train 0", "train 1"]
+    assert [text.text for text in load_texts(f"hf:{tmp_path / 'two'}")] == ["validation 0", "validation 1"]
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
