@@ -2,8 +2,9 @@
 // that chose it.
 //
 // Definitions: those of few_choice.cuh, TYPE_0 of gate, TYPE_1 of up, ACTIVATION (0 silu, 1 gelu), TOGETHER (a power of
-// two: tokens that share what unpacking a row costs), SHARING (rows of gate that share what reading activations costs). A block takes tiles of neighbouring rows of an expert, ROWS of gate
-// and of up a warp, and goes on from tile to tile with one barrier and without a pause in its rings of copies.
+// two: tokens that share what unpacking rows costs), STAGE_ROWS (of the ROWS of a warp, in a stage of its ring). A block
+// takes tiles of neighbouring rows of an expert, ROWS of gate and of up a warp, and goes on from tile to tile with one
+// barrier and without a pause in its rings of copies.
 #include "few_choice.cuh"
 #include "outputs.cuh"
 
@@ -30,7 +31,7 @@ INLINE float activate(float x) {
 
 constexpr int GROUP = 16, TILE = WARPS * ROWS, TILES = (MATRIX_ROWS + TILE - 1) / TILE;  // rows that share a scale
 constexpr int PAIRS = ROWS * TOGETHER, SPAN = 16 / PAIRS;  // gate and up; lanes that end with the same sum
-static_assert(MATRIX_ROWS % GROUP == 0 && TILE % GROUP == 0 && ROWS % SHARING == 0, "whole groups");
+static_assert(MATRIX_ROWS % GROUP == 0 && TILE % GROUP == 0 && ROWS % STAGE_ROWS == 0, "whole groups");
 static_assert(PAIRS <= 16, "a lane for every sum");
 constexpr int TOKEN_BYTES = QuantisedToken<COLS>::BYTES;
 constexpr int GATE_ROW = Format<TYPE_0>::row_bytes(COLS), UP_ROW = Format<TYPE_1>::row_bytes(COLS);
@@ -43,15 +44,12 @@ struct Tile {
   INLINE Tile(const Groups& groups, int index) : expert(groups.chosen[index / TILES]), row(index % TILES * TILE) {}
 };
 
-// The copies of stage `step` of this warp, counted over all of its tiles; nothing beyond the last one.
-INLINE void fill_stage(const FewGateUpCall& call, const Groups& groups, int step, u8* ring, u64* barriers) {
-  const int index = blockIdx.x + step / PARTS * gridDim.x;
+// The copies of a part of this warp's rows of a tile, or nothing beyond the last tile.
+INLINE void fill_stage(const FewGateUpCall& call, const Groups& groups, int index, int part, u8* stage, u64* barrier) {
   if (index < groups.n_chosen * TILES) {
     const Tile tile(groups, index);
-    const u64 expert = tile.expert, row = tile.row + warp_id() * ROWS + step % PARTS * STAGE_ROWS;
+    const u64 expert = tile.expert, row = tile.row + warp_id() * ROWS + part * STAGE_ROWS;
     const u32 count = max(0, min(STAGE_ROWS, MATRIX_ROWS - (int)row));
-    u8* stage = ring + step % STAGES * STAGE_BYTES;
-    u64* barrier = barriers + step % STAGES;
     ring_expect(barrier, count * (GATE_ROW + UP_ROW));
     if (count) {
       ring_copy(stage, call.gate + expert * call.gate_expert_bytes + row * GATE_ROW, count * GATE_ROW, barrier);
@@ -60,6 +58,16 @@ INLINE void fill_stage(const FewGateUpCall& call, const Groups& groups, int step
   }
   ring_commit();
 }
+
+// Where a warp is in its ring: the first stage of a tile, and how often the ring has been around.
+struct Turn {
+  int stage, round;
+  INLINE int stage_of(int part) const { return stage + part < STAGES ? stage + part : stage + part - STAGES; }
+  INLINE int round_of(int part) const { return stage + part < STAGES ? round : round + 1; }
+  INLINE void advance() {
+    round = round_of(PARTS), stage = stage_of(PARTS);
+  }
+};
 
 template <int TYPE>
 struct UnpackedUnit {
@@ -74,35 +82,31 @@ struct UnpackedUnit {
   }
 };
 
-// This warp's rows, from stage `step` on, times up to TOGETHER tokens, the lowest of `tokens`: values [.][TILE].
-INLINE void multiply_rows(float* values, const u8* ring, int step, u32 tokens, const u8* activations) {
+// This warp's rows of a tile times up to TOGETHER tokens, the lowest of `tokens`: values [.][TILE].
+INLINE void multiply_rows(float* values, const u8* ring, const Turn& turn, u32 tokens, const u8* activations) {
   int token[TOGETHER];
 #pragma unroll
   for (int i = 0; i < TOGETHER; i++) token[i] = __ffs((int)tokens) - 1, tokens &= tokens - 1;  // -1: none
   float sums[2 * PAIRS] = {};  // [TOGETHER][ROWS] of gate and of up
 #pragma unroll 1
   for (int unit = lane_id(); unit < UNITS; unit += 32) {
+    UnpackedUnit<TYPE_0> gate[ROWS];
+    UnpackedUnit<TYPE_1> up[ROWS];
 #pragma unroll
-    for (int first = 0; first < ROWS; first += SHARING) {
-      UnpackedUnit<TYPE_0> gate[SHARING];
-      UnpackedUnit<TYPE_1> up[SHARING];
+    for (int r = 0; r < ROWS; r++) {
+      const u8* stage = ring + turn.stage_of(r / STAGE_ROWS) * STAGE_BYTES;
+      gate[r].load(stage + r % STAGE_ROWS * GATE_ROW, unit);
+      up[r].load(stage + GATE_BYTES + r % STAGE_ROWS * UP_ROW, unit);
+    }
 #pragma unroll
-      for (int r = 0; r < SHARING; r++) {
-        const u8* stage = ring + (step + (first + r) / STAGE_ROWS) % STAGES * STAGE_BYTES;
-        gate[r].load(stage + (first + r) % STAGE_ROWS * GATE_ROW, unit);
-        up[r].load(stage + GATE_BYTES + (first + r) % STAGE_ROWS * UP_ROW, unit);
-      }
+    for (int i = 0; i < TOGETHER; i++) {
+      if (token[i] < 0) continue;
+      Activations<false> x;
+      QuantisedToken<COLS>{(u8*)activations + token[i] * TOKEN_BYTES}.read(x, unit);
 #pragma unroll
-      for (int i = 0; i < TOGETHER; i++) {
-        if (token[i] < 0) continue;
-        Activations<false> x;
-        QuantisedToken<COLS>{(u8*)activations + token[i] * TOKEN_BYTES}.read(x, unit);
-#pragma unroll
-        for (int r = 0; r < SHARING; r++) {
-          const int pair = i * ROWS + first + r;
-          sums[2 * pair] += unit_dot<TYPE_0, false>(gate[r].codes, gate[r].scales, x);
-          sums[2 * pair + 1] += unit_dot<TYPE_1, false>(up[r].codes, up[r].scales, x);
-        }
+      for (int r = 0; r < ROWS; r++) {
+        sums[2 * (i * ROWS + r)] += unit_dot<TYPE_0, false>(gate[r].codes, gate[r].scales, x);
+        sums[2 * (i * ROWS + r) + 1] += unit_dot<TYPE_1, false>(up[r].codes, up[r].scales, x);
       }
     }
   }
@@ -181,22 +185,27 @@ KERNEL __launch_bounds__(THREADS, 1) few_gate_up(const __grid_constant__ FewGate
   if (warp_id() == 0) list_chosen(groups);
   __syncthreads();
 #pragma unroll
-  for (int step = 0; step < STAGES; step++) fill_stage(call, groups, step, ring, barrier);
+  for (int s = 0; s < STAGES; s++)
+    fill_stage(call, groups, blockIdx.x + s / PARTS * gridDim.x, s % PARTS, ring + s * STAGE_BYTES, barrier + s);
   stage_inputs(call, memory);
   __syncthreads();
-  int step = 0, side = 0;
+  Turn turn = {0, 0};
+  int side = 0;
   for (int index = blockIdx.x; index < groups.n_chosen * TILES; index += gridDim.x) {
     const Tile tile(groups, index);
     const u32 tokens = groups.tokens[tile.expert];
     float *own = values + side * VALUES, *target = own + warp_id() * ROWS;
 #pragma unroll
-    for (int p = 0; p < PARTS; p++) ring_wait<STAGES - PARTS>(barrier + (step + p) % STAGES, (step + p) / STAGES);
+    for (int p = 0; p < PARTS; p++) ring_wait<STAGES - PARTS>(barrier + turn.stage_of(p), turn.round_of(p));
     for (u32 left = tokens; left; left = without_lowest(left, TOGETHER), target += TOGETHER * TILE)
-      multiply_rows(target, ring, step, left, memory);
+      multiply_rows(target, ring, turn, left, memory);
     __syncwarp();
 #pragma unroll
-    for (int p = 0; p < PARTS; p++) fill_stage(call, groups, step + p + STAGES, ring, barrier);
-    step += PARTS;
+    for (int p = 0; p < PARTS; p++) {
+      const int ahead = p + STAGES, s = turn.stage_of(p);
+      fill_stage(call, groups, index + ahead / PARTS * gridDim.x, ahead % PARTS, ring + s * STAGE_BYTES, barrier + s);
+    }
+    turn.advance();
     __syncthreads();
     publish(call.hidden, own, ids, tile, tokens);  // while others begin the next tile, on the other side
     side ^= 1;

@@ -34,15 +34,14 @@ from worker.cuda.matmul_moe import (
 
 _GROUP = 16  # rows that share a scale between the kernels
 _DRIVER_BYTES = 1024  # of shared memory, for each block
-STAGES = {"gate_up": 4, "down": 4}
+_MOST_STAGES = 4
 _ROUTER_WARPS = 8
 
 # (warps of a block, rows of a warp, rows of a stage), best first; the later ones are for less shared memory.
 _Shapes = tuple[tuple[int, int, int], ...]
-GATE_UP_SHAPES: _Shapes = ((16, 2, 2), (16, 2, 1), (16, 1, 1), (8, 2, 2), (4, 4, 4))
-DOWN_SHAPES: _Shapes = ((16, 2, 2), (16, 1, 1), (8, 2, 2), (8, 1, 1), (4, 1, 1))
-SHARING = 1
-DOWN_TOKENS = (4, 2, 1)  # of a block, which keeps the hidden values of all their experts
+_GATE_UP_SHAPES: _Shapes = ((16, 2, 2), (16, 2, 1), (16, 1, 1), (8, 2, 2), (4, 4, 4))
+_DOWN_SHAPES: _Shapes = ((16, 2, 2), (12, 2, 2), (8, 2, 2), (4, 2, 2), (4, 1, 1))
+_DOWN_TOKENS = (2, 1)  # of a block, which keeps the hidden values of all their experts
 
 
 class _GateUpStruct(ctypes.Structure):
@@ -103,16 +102,15 @@ def _fitting(
     shapes: _Shapes,
     row_bytes: int,
     other_bytes: Callable[[int, int], int],
-    most_stages: int = 4,
 ) -> Cut | None:
     """The first shape with room for a stage more than it works on; `other_bytes`: by warps and rows, without stages."""
     most_chosen, slots = min(experts.gate.experts, tokens * experts.n_used), tokens * experts.n_used
     for warps, rows, stage_rows in shapes:
         static = (
-            4 * experts.gate.experts + 2 * most_chosen + 6 * slots + 8 * warps * most_stages + _DRIVER_BYTES
+            4 * experts.gate.experts + 2 * most_chosen + 6 * slots + 8 * warps * _MOST_STAGES + _DRIVER_BYTES
         )
         other, stage = other_bytes(warps, rows), warps * stage_rows * row_bytes
-        stages = min(most_stages, (launcher.shared_bytes - static - other) // stage)
+        stages = min(_MOST_STAGES, (launcher.shared_bytes - static - other) // stage)
         if stages > rows // stage_rows:
             return Cut(tokens, warps, stages, rows, stage_rows, together, other + stages * stage)
     return None
@@ -130,16 +128,15 @@ def _gate_up_cut(launcher: Launcher, experts: Experts, n_tokens: int) -> Cut | N
         experts,
         tokens,
         together,
-        GATE_UP_SHAPES,
+        _GATE_UP_SHAPES,
         experts.gate.row_bytes + experts.up.row_bytes,
         lambda warps, rows: inputs + 8 * warps * rows * (tokens + together),
-        STAGES["gate_up"],
     )
 
 
 def _down_cut(launcher: Launcher, experts: Experts, n_tokens: int) -> Cut | None:
     row_bytes, slot_bytes = experts.n_used * experts.down.row_bytes, _fine_token_bytes(experts.down.cols)
-    for most in DOWN_TOKENS:
+    for most in _DOWN_TOKENS:
         tokens = min(most, _capacity(n_tokens))
         inputs = tokens * experts.n_used * slot_bytes
         cut = _fitting(
@@ -147,10 +144,9 @@ def _down_cut(launcher: Launcher, experts: Experts, n_tokens: int) -> Cut | None
             experts,
             tokens,
             1,
-            DOWN_SHAPES,
+            _DOWN_SHAPES,
             row_bytes,
             functools.partial(_same, inputs),
-            STAGES["down"],
         )
         if cut is not None:
             return cut
@@ -228,7 +224,6 @@ def _gate_up(
         "TYPE_1": experts.up.type_id,
         "ACTIVATION": experts.activation,
         "STAGE_ROWS": cut.stage_rows,
-        "SHARING": min(SHARING, cut.rows),
     }
     function = launcher.function("few_gate_up.cu", "few_gate_up", defines)
     call = _GateUpStruct(

@@ -81,7 +81,6 @@ def _few_moe_variants() -> Iterator[Variant]:
             "STAGE_ROWS": 2,
             "STAGES": 3,
             "TOGETHER": 2,
-            "SHARING": 2,
         }
         yield "few_gate_up.cu", {**common, **gated}
         down = {"COLS": 256, "MATRIX_ROWS": 500, "ROWS": 2}
@@ -95,7 +94,7 @@ def _few_moe_variants() -> Iterator[Variant]:
         "ROWS": 1,
         "WARPS": 16,
     }
-    yield "few_gate_up.cu", {**given, "TYPE_1": 8, "TOKENS": 32, "STAGE_ROWS": 1, "TOGETHER": 4, "SHARING": 1}
+    yield "few_gate_up.cu", {**given, "TYPE_1": 8, "TOKENS": 32, "STAGE_ROWS": 1, "TOGETHER": 4}
     yield "few_down.cu", given
     for kind, tokens in zip(_FLOATS, (1, 2, 4), strict=True):
         router: dict[str, int | float | str] = {
