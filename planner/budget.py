@@ -5,7 +5,7 @@ Estimates only, from predicted or measured seconds; `planner/measure.py` keeps t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -50,18 +50,33 @@ _MIDDLE = 2  # of that ladder: the length without any prediction
 
 
 def choose_lengths(
-    mix: RequestMix, concurrency: int, trial_budget_s: float, request_s: Callable[[Lengths], float | None]
+    mix: RequestMix,
+    concurrency: int,
+    trial_budget_s: float,
+    request_s: Callable[[Lengths], float | None],
+    least_prompt_tokens: int = 0,
 ) -> Lengths:
-    """The longest trial of the ladder that is predicted to fit into `trial_budget_s`; never longer than the mix."""
+    """The longest trial of the ladder that is predicted to fit into `trial_budget_s`; never longer than the mix, and
+    its prompt no shorter than `least_prompt_tokens`.
+    """
+    prompts = [max(item.prompt_tokens, least_prompt_tokens) for item in _LONGEST_FIRST]
     ladder = [
-        Lengths(min(item.prompt_tokens, mix.prompt_tokens), min(item.output_tokens, mix.output_tokens))
-        for item in _LONGEST_FIRST
+        Lengths(min(prompt_tokens, mix.prompt_tokens), min(item.output_tokens, mix.output_tokens))
+        for prompt_tokens, item in zip(prompts, _LONGEST_FIRST, strict=True)
     ]
     for lengths in ladder:
         seconds = request_s(lengths)
         if seconds is not None and seconds * concurrency <= trial_budget_s:
             return lengths
     return ladder[-1] if request_s(ladder[-1]) is not None else ladder[_MIDDLE]
+
+
+def least_prompt_tokens(candidates: Sequence[Candidate], mix: RequestMix) -> int:
+    """Where layers pass through a GPU, a step of few tokens takes as long as a full one: from the rate of a short
+    prompt nothing follows for one of the mix.
+    """
+    passing = (item.placement for item in candidates if item.placement.passing_tokens)
+    return max((min(mix.prompt_tokens, placement.ubatch_tokens) for placement in passing), default=0)
 
 
 def affordable_finalists(
@@ -107,4 +122,5 @@ def trial_lengths(
     starts_s = sum(engine_start_s(card, item.placement) for item in found.finalists)
     n_trials = len(found.finalists) * ROUNDS_PLANNED + CONFIRMING_TRIALS
     left_s = max(0.05, (budget_s - starts_s) / n_trials)
-    return choose_lengths(workload.mix, workload.concurrency, left_s, trial_s)
+    least_tokens = least_prompt_tokens(found.finalists, workload.mix)
+    return choose_lengths(workload.mix, workload.concurrency, left_s, trial_s, least_tokens)

@@ -15,7 +15,13 @@ from typing import Literal
 import msgspec
 
 from configs.errors import EngineError, MeasureError, TrialTimeoutError
-from planner.budget import CONFIRMING_TRIALS, ROUNDS_PLANNED, Lengths, choose_lengths
+from planner.budget import (
+    CONFIRMING_TRIALS,
+    ROUNDS_PLANNED,
+    Lengths,
+    choose_lengths,
+    least_prompt_tokens,
+)
 from planner.passages import Material
 from planner.pool import EnginePool
 from planner.progress import Reporter
@@ -194,7 +200,9 @@ class _Race:
         start_s = self.spent_s() / 2  # what is not a trial: starting the other engines
         left_s = self.task.budget_s - self.spent_s() - start_s * (len(self.task.candidates) - 1)
         per_trial_s = max(0.02, left_s / n_trials)
-        self.lengths = choose_lengths(self.task.mix, self.task.concurrency, per_trial_s, request_s)
+        task = self.task
+        least_tokens = least_prompt_tokens(task.candidates, task.mix)
+        self.lengths = choose_lengths(task.mix, task.concurrency, per_trial_s, request_s, least_tokens)
 
     async def round(self, split: Split, number: int) -> None:
         for candidate in self.random.sample(self.alive, len(self.alive)):

@@ -6,10 +6,11 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from configs.errors import MeasureError
-from planner.budget import Lengths, choose_lengths
+from planner.budget import Lengths, choose_lengths, least_prompt_tokens
 from planner.measure import Measurement, MeasureTask, _reasons, judge, measure
 from planner.memory import predict_memory
 from planner.passages import Material
@@ -19,7 +20,7 @@ from planner.search import Candidate, label_of
 from planner.select import Selection, _prefer, select
 from planner.statistics import Interval
 from plans.placement import Placement
-from plans.plan import Rejected, RequestMix
+from plans.plan import MemoryNeed, Rejected, RequestMix
 from tests.planner.fakes import EngineFarm, FakeEngine, Speeds, card, encode, placement, texts
 from worker.protocol import Done, Generate, TokenEvent
 
@@ -306,6 +307,19 @@ def test_trials_are_as_long_as_the_budget_allows() -> None:
     assert choose_lengths(MIX, 64, 0.5, lambda lengths: lengths.prompt_tokens / 500) == Lengths(16, 4)
     assert choose_lengths(MIX, 1, 9.0, lambda lengths: None) == Lengths(256, 48)
     assert choose_lengths(RequestMix(40, 10), 1, 9.0, lambda lengths: 0.1) == Lengths(40, 10)
+
+
+def test_trials_have_whole_prompts_where_layers_pass() -> None:
+    """Else a step that costs the same for 64 tokens as for 512 would look eight times as slow as it is."""
+    place = placement(ubatch_tokens=256)
+    passing = Candidate("one", msgspec.structs.replace(place, passing_tokens=64), MemoryNeed(1, 1, 1), None)
+    staying = Candidate("other", place, MemoryNeed(1, 1, 1), None)
+    assert least_prompt_tokens([staying], MIX) == 0
+    assert least_prompt_tokens([staying, passing], MIX) == 256
+    assert least_prompt_tokens([passing], RequestMix(40, 10)) == 40
+    short = choose_lengths(MIX, 1, 0.5, lambda lengths: lengths.output_tokens / 20, 256)
+    assert short == Lengths(256, 8)
+    assert choose_lengths(MIX, 1, 0.0, lambda lengths: 1.0, 256) == Lengths(256, 4)
 
 
 def test_a_reason_that_all_share_is_told_once() -> None:
