@@ -55,6 +55,7 @@ class ServeSettings(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8090
     api_key: Annotated[str, Field(min_length=1)] | None = None  # None: any key is accepted
     cors_origins: Names = ()  # besides pages served from this machine; "*" admits every page
+    host_names: Names = ()  # of public DNS, by which a server on loopback without a key may be called
     strict_model_names: bool = False  # True: a request for another model's name is a 404
     max_waiting_requests: Annotated[int, Field(ge=0)] = 64  # beyond those the engine runs at a time
     max_open_requests: Count = 256  # of any kind, streams included

@@ -23,12 +23,11 @@ from server.admission import Admission
 from server.errors import error_response
 from server.gate import Doorkeeper, Journalist, Linger, OnePath, shown_path
 from server.model_info import ModelInfo
+from server.pages import LOCAL_PAGES
 from server.service import Service
 from server.stats import ServerStats
 from server.supervise import Supervisor
 from server.text import Text
-
-LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 ROUTES = [
     Route("/", routes.root, methods=["GET"]),

@@ -16,11 +16,11 @@ from plans.key import open_verified_plan
 from plans.plan import Plan
 from server.app import build_app
 from server.load import ModelGuard, engine_factory, load_text, model_info
+from server.pages import is_loopback
 from server.serve import Stop, allow_many_connections, bind, run_server, url_of
 from server.supervise import Supervisor
 
 _DEFAULTS = ServeSettings()
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve_command(
@@ -101,5 +101,5 @@ def _with_flags(settings: Settings, host: str | None, port: int | None, api_key:
 
 
 def _warn_if_open(settings: Settings) -> None:
-    if settings.serve.host not in LOOPBACK and not settings.serve.api_key:
+    if not is_loopback(settings.serve.host) and not settings.serve.api_key:
         say(f"warning: everybody who reaches {settings.serve.host} may use this server; --api-key sets a key")

@@ -3,7 +3,7 @@
 Journalist   request id, access log line, 500 for what nobody caught
 Linger       an answer sent before the body was read still reaches the client
 (CORS)       starlette's
-Doorkeeper   how many may be open, and the API key
+Doorkeeper   how many may be open, which web pages may ask, and the API key
 OnePath      with or without /v1, with or without a slash at the end
 """
 
@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from configs.errors import RequestError
 from configs.settings import ServeSettings
 from server.errors import ClientGone, error_response, unavailable
+from server.pages import PageRules
 
 logger = logging.getLogger("placewright.access")
 
@@ -122,11 +123,12 @@ async def _discard(receive: Receive) -> None:
 
 
 class Doorkeeper:
-    """Refuses before the body is read: too many open requests, or a wrong API key."""
+    """Refuses before the body is read: too many open requests, a foreign page, or a wrong API key."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app = app
         self._limit = settings.max_open_requests
+        self._pages = PageRules(settings)
         self._key = settings.api_key.encode() if settings.api_key else None
         self._n_open = 0
 
@@ -145,9 +147,12 @@ class Doorkeeper:
     def _refusal(self, scope: Scope) -> RequestError | None:
         if self._n_open >= self._limit:
             return unavailable(f"{self._n_open} requests are open, which is the limit; try again later")
-        if self._key is None or scope["path"] in OPEN_PATHS:
+        headers = Headers(scope=scope)
+        if self._key is None:
+            return self._pages.refusal(headers)
+        if scope["path"] in OPEN_PATHS:
             return None
-        given = _given_key(Headers(scope=scope))
+        given = _given_key(headers)
         if hmac.compare_digest(given.encode("latin-1"), self._key):
             return None
         what = "wrong API key" if given else "no API key; send it as `Authorization: Bearer KEY`"

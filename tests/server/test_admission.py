@@ -69,6 +69,54 @@ def test_any_key_is_fine_where_none_is_set(client: httpx.Client) -> None:
     assert client.get("/v1/models", headers={"authorization": "Bearer whatever"}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("origin", "https://evil.example", "foreign_page"),
+        ("origin", "http://localhost.evil.example", "foreign_page"),
+        ("origin", "null", "foreign_page"),
+        ("host", "rebound.example:8090", "foreign_name"),
+        ("host", "127.0.0.1.evil.example", "foreign_name"),
+    ],
+)
+def test_a_web_page_can_not_use_a_server_without_a_key(
+    client: httpx.Client, name: str, value: str, code: str
+) -> None:
+    for method, path in (("POST", "/v1/chat/completions"), ("GET", "/stats"), ("GET", "/")):
+        answer = client.request(method, path, headers={name: value}, content=b"{}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, code), path
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("origin", "http://localhost:3000"),
+        ("origin", "https://[::1]"),
+        ("origin", "chrome-extension://abcdefgh"),
+        ("host", "localhost:9"),
+        ("host", "LOCALHOST."),
+        ("host", "[::1]:8090"),
+        ("host", "127.8.0.1"),
+        ("host", "host.docker.internal:8090"),
+        ("host", "mybox"),
+        ("host", "192.0.2.7:80"),
+    ],
+)
+def test_pages_of_this_machine_and_programs_are_let_in(client: httpx.Client, name: str, value: str) -> None:
+    assert client.post("/v1/chat/completions", json=CHAT, headers={name: value}).status_code == 200
+
+
+def test_settings_and_a_key_admit_pages_and_names() -> None:
+    page, name = {"origin": "https://ui.example"}, {"host": "llm.example"}
+    with (
+        TestServer(cors_origins=("https://ui.example",), host_names=("llm.example",)) as server,
+        server.client() as client,
+    ):
+        assert client.get("/v1/models", headers=page | name).status_code == 200
+    with TestServer(api_key="k") as server, server.client(headers={"x-api-key": "k"}) as client:
+        assert client.get("/v1/models", headers=page | name).status_code == 200
+
+
 def test_bodies_beyond_the_limit() -> None:
     with TestServer(max_body_bytes=1000) as server, server.client() as client:
         fits = b'{"prompt": "x"}'.ljust(1000)
