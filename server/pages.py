@@ -42,7 +42,7 @@ class PageRules:
         return None
 
     def _admits_page(self, origin: str) -> bool:
-        """Pages of the web have http, https or, in a sandbox, `null`; extensions and programs have their own schemes."""
+        """Pages of the web have http, https or, in a sandbox, `null`; extensions and programs have other schemes."""
         is_web = origin == "null" or origin.startswith(("http://", "https://"))
         known = self._settings.cors_origins
         return not is_web or "*" in known or origin in known or re.fullmatch(LOCAL_PAGES, origin) is not None
