@@ -34,7 +34,7 @@ from worker.cuda.upload import Progress
 from worker.cuda.values import Rows, RowTable
 from worker.cuda.weights import PlacedWeights, part_bytes_for, passing_bytes, plan_weights, upload_bytes
 from worker.model.gguf import ModelFile
-from worker.ops.oplist import OpKind, OpList
+from worker.ops.oplist import AttentionInts, OpKind, OpList
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class StepLimits:
 def passing_caches(oplist: OpList, passing: Passing) -> frozenset[int]:
     """Numbers of the cache's layers that only pass through."""
     attentions = [op for op in oplist.ops if op.kind == OpKind.ATTENTION and op.layer in passing.layers]
-    return frozenset(op.ints[5] for op in attentions)
+    return frozenset(AttentionInts(*op.ints).kv_layer for op in attentions)
 
 
 def samples(oplist: OpList) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from configs.errors import EngineStartError
 from plans.placement import Placement
 from worker.cuda.attention import prefill_tile_rows
-from worker.cuda.attention_values import Heads
+from worker.cuda.attention_values import attention_heads
 from worker.cuda.cuda_kernels import CudaKernels
 from worker.cuda.device import Device
 from worker.cuda.gpu_step import BUCKETS, bucket_for
@@ -216,5 +216,4 @@ def step_limits(placement: Placement, max_outputs: int) -> StepLimits:
 
 def tile_rows_of(oplist: OpList) -> int:
     """Query rows of a tile of prefill attention, right for every layer."""
-    shapes = {op.ints[:3] for op in oplist.ops if op.kind == OpKind.ATTENTION}
-    return min((prefill_tile_rows(Heads(*shape)) for shape in shapes), default=64)
+    return min(map(prefill_tile_rows, attention_heads(oplist)), default=64)
