@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tests.cuda.host_device import view
 from tests.cuda.machine import Machine
 from worker.cpu.handles import KvCache
-from worker.cpu.library import library_path, load_library
+from worker.cpu.library import built_library_path, load_library
 from worker.cpu.structs import KvType
 from worker.cuda.kv_cache import KvLayerArrays, unit_order
 from worker.cuda.kv_pages import HostLayer, PageList, move_pages
@@ -22,7 +22,7 @@ MOVED = [5, 0, 3]
 @pytest.fixture(autouse=True)
 def cpu_kernels() -> None:
     try:
-        library_path()
+        built_library_path()
     except Exception as error:
         pytest.skip(str(error))
 

@@ -16,7 +16,7 @@ from tests.cuda.executors import GREEDY_WITH_TOP, SPLIT, load, placement, prompt
 from tests.cuda.executors import synthetic_model as tiny_model
 from tests.cuda.host_device import HostDevice
 from tests.cuda.numpy_kernels import NumpyKernels
-from worker.cpu.library import library_path
+from worker.cpu.library import built_library_path
 from worker.cuda import passing
 from worker.ops.batch import Batch
 from worker.runtime.executor import CancelFlag, Output, SequencePart, StepBatch, StepCancelled, StepFailed
@@ -40,7 +40,7 @@ TWO_PASS = (
 @pytest.fixture(autouse=True)
 def cpu_kernels() -> None:
     try:
-        library_path()
+        built_library_path()
     except EngineStartError as error:
         pytest.skip(str(error))
 
