@@ -1,4 +1,7 @@
-"""Layers of the CPU whose larger steps a GPU computes, on the host stand-in: answers, caches on both sides, order."""
+"""Layers of the CPU whose larger steps a GPU computes, with the GPU's stand-in on the host.
+
+Checked are the answers, the caches on both sides, and the order in which weights and pages come.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from tests.cuda.host_device import HostDevice
 from tests.cuda.numpy_kernels import NumpyKernels
 from worker.cpu.library import built_library_path
 from worker.cuda import passing
+from worker.cuda.upload import Part
 from worker.ops.batch import Batch
 from worker.runtime.executor import CancelFlag, Output, SequencePart, StepBatch, StepCancelled, StepFailed
 from worker.runtime.gpu_executor import GpuExecutor
@@ -215,8 +219,8 @@ def test_a_round_that_ends_early_passes_unused() -> None:
 
     device.feed = lambda plan: Feed()  # type: ignore[method-assign,assignment,return-value]
 
-    def part(layer: int) -> passing.Part:
-        return passing.Part(0, 0, 16, lay_out=lambda raw: calls.append(("lay out", layer)))
+    def part(layer: int) -> Part:
+        return Part(0, 0, 16, lay_out=lambda raw: calls.append(("lay out", layer)))
 
     weights = passing.PassingWeights(device, [__file__], {3: [part(3)] * 2, 7: [part(7)]}, 1 << 20, 2)
     weights.bring(3)

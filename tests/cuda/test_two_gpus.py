@@ -1,4 +1,7 @@
-"""Models over two GPUs, as the planner cuts them and as it does not, on two host stand-ins: the reference's answers."""
+"""Models over two GPUs, on two stand-ins on the host: cut as the planner cuts them, and in ways that it does not.
+
+The answers must be those of the reference.
+"""
 
 from __future__ import annotations
 
