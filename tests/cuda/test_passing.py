@@ -112,7 +112,8 @@ def test_prompts_pass_and_decode_goes_on_with_their_cache(
     errors: list[float] = []
     for begin, end in steps:
         moved = device.log.count("move_pages")
-        errors.append(error(*run(executor, (ids[begin:end], begin, PAGES)), expected(model, ids[:end])))
+        (found,) = run(executor, (ids[begin:end], begin, PAGES))
+        errors.append(error(found, expected(model, ids[:end])))
         assert (device.log.count("move_pages") > moved) == (end - begin >= FEWEST)
     assert_close(errors)
     executor.close()
@@ -137,7 +138,8 @@ def test_a_cancelled_step_leaves_the_next_one_right(model: Path) -> None:
     object.__setattr__(launch, "enqueue", during(launch.enqueue, cancel))
     with pytest.raises(StepCancelled):
         executor.run(StepBatch((SequencePart(ids, 0, PAGES, (Output(19, GREEDY_WITH_TOP),)),), 20, 1), cancel)
-    assert error(*run(executor, (ids, 0, PAGES)), expected(model, ids)) < CLOSE
+    (found,) = run(executor, (ids, 0, PAGES))
+    assert error(found, expected(model, ids)) < CLOSE
     executor.close()
 
 
