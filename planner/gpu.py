@@ -24,7 +24,7 @@ from planner.gpu_memory import (
 from planner.memory import KV_BYTES_PER_ELEMENT, host_limit_bytes, host_process_bytes, kv_bytes
 from plans.card import ModelCard
 from plans.machine import GpuRates, MachineReport
-from plans.placement import CPU_ONLY, Assignment, KvType, Placement
+from plans.placement import CPU_ONLY, NATIVE, Assignment, KvType, Placement
 from plans.plan import Limits, MemoryNeed, RequestMix, Workload
 from plans.units import Unit
 
@@ -130,7 +130,7 @@ class _Filling(msgspec.Struct, frozen=True):
         return sum(use.n_layers for use in self.uses)
 
 
-ENGINES = ("native", "llama-server")
+ENGINES = (NATIVE, "llama-server")
 """Engines whose placements on GPUs are known how to be asked for."""
 
 
@@ -140,7 +140,7 @@ def gpu_candidates(
     """For each KV type and step size, as many layers on the GPUs as may be; CPU threads vary where some stay there."""
     if not report.gpus or not card.units or engine not in ENGINES:
         return
-    usable = report.gpus if engine == "native" else report.gpus[:1]
+    usable = report.gpus if engine == NATIVE else report.gpus[:1]
     caps = [(gpu.ordinal, usable_bytes(gpu, limits)) for gpu in usable]
     cores = report.host.cpus[0].cores_available
     halves = (limits.threads,) if limits.threads else sorted({cores, max(1, cores // 2)})
@@ -174,7 +174,7 @@ def _fillings(
     sizes = ubatches(workload, limits)
     filled = [found for size in sizes if (found := _filling(card, caps, kv_type, workload, size))]
     whole = [filling for filling in filled if filling.is_whole]
-    if whole or engine != "native":
+    if whole or engine != NATIVE:
         return whole or filled
     kept: list[_Filling] = []
     small = SMALL_UBATCHES if limits.ubatch_tokens is None else ()
@@ -311,7 +311,7 @@ def predict_gpu(
     """Seconds on the devices, plus those of the CPU's layers, plus the hand-overs. None where a rate is missing, and
     for engines whose kernels were not probed.
     """
-    if candidate.placement.engine != "native":
+    if candidate.placement.engine != NATIVE:
         return None
     middle = mix.prompt_tokens + mix.output_tokens // 2
     decode_s = prefill_s = 0.0

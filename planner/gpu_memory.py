@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from planner.memory import KV_BYTES_PER_ELEMENT, KV_PAGE_TOKENS
+from planner.memory import KV_BYTES_PER_ELEMENT
 from plans.card import ModelCard
-from plans.placement import KvType
+from plans.placement import PAGE_TOKENS, KvType
 from plans.plan import MemoryNeed
 from plans.units import MoeShape, TensorRef, Unit
 
@@ -127,9 +127,9 @@ def _laid_out_bytes(tensor: TensorRef) -> int:
 
 def _kv_bytes(card: ModelCard, n_layers: int, sizes: StepSizes) -> int:
     """Pages for full contexts, and one that takes what nobody wants."""
-    pages = -(-sizes.context_length_tokens // KV_PAGE_TOKENS) * sizes.cached_sequences + 1
+    pages = -(-sizes.context_length_tokens // PAGE_TOKENS) * sizes.cached_sequences + 1
     share = n_layers / max(1, len(card.kv_layers))
-    elements = pages * KV_PAGE_TOKENS * card.kv_elements_per_token * share
+    elements = pages * PAGE_TOKENS * card.kv_elements_per_token * share
     return int(elements * KV_BYTES_PER_ELEMENT[sizes.kv_type]) + 4 * _ALIGNMENT_BYTES * n_layers
 
 
@@ -150,7 +150,7 @@ def _workspace_bytes(card: ModelCard, units: list[Unit], use: DeviceUse, sizes: 
         size += outputs * (12 * n_vocab + 16 * (card.n_embd or 4096)) + MIB
     size += max((_scratch_bytes(unit, tokens) for unit in units), default=0)
     size += _folded_router_bytes(card, units)  # of those that pass too, though theirs are never folded
-    tables = 4 * (max_sequences + 40) * (sizes.context_length_tokens // KV_PAGE_TOKENS + 2)
+    tables = 4 * (max_sequences + 40) * (sizes.context_length_tokens // PAGE_TOKENS + 2)
     return int(size) + _SMALL_BUFFERS_BYTES + tables
 
 

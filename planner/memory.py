@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from plans.card import ModelCard
 from plans.machine import MachineReport
-from plans.placement import KvType, Placement
+from plans.placement import NATIVE, PAGE_TOKENS, KvType, Placement
 from plans.plan import Limits, MemoryNeed
 from plans.units import AttentionShape, FfnShape, MoeShape
 
 KV_BYTES_PER_ELEMENT: dict[KvType, float] = {"f16": 2.0, "q8_0": 34 / 32}
-KV_PAGE_TOKENS = 32
 # The packed layout widens the 6-bit scales of these types to bytes and pads rows to 16.
 _PACKED_FACTOR = {"Q2_K": 1.05, "Q3_K": 1.05, "Q4_K": 1.03, "Q5_K": 1.03}
 _PROCESS_BYTES = 160 << 20  # interpreter, numpy and the library of one worker
@@ -23,14 +22,14 @@ _F32_BYTES = 4
 
 def kv_bytes(card: ModelCard, kv_type: KvType, context_length_tokens: int, max_sequences: int) -> int:
     """KV cache of every sequence at full context, in whole pages."""
-    pages = -(-context_length_tokens // KV_PAGE_TOKENS) * max_sequences
-    return int(pages * KV_PAGE_TOKENS * card.kv_elements_per_token * KV_BYTES_PER_ELEMENT[kv_type])
+    pages = -(-context_length_tokens // PAGE_TOKENS) * max_sequences
+    return int(pages * PAGE_TOKENS * card.kv_elements_per_token * KV_BYTES_PER_ELEMENT[kv_type])
 
 
 def weights_bytes(card: ModelCard, engine: str, load_mode: str) -> int:
     """Bytes of weights in RAM. Our packed arena costs a little more than the file."""
     tensors = sum(entry.bytes for entry in card.types)
-    if engine != "native" or load_mode == "mmap":
+    if engine != NATIVE or load_mode == "mmap":
         return tensors
     return int(sum(entry.bytes * _PACKED_FACTOR.get(entry.type, 1.01) for entry in card.types))
 

@@ -18,7 +18,7 @@ from planner.gpu import gpu_candidates, predict_gpu
 from planner.memory import host_limit_bytes, kv_bytes, predict_memory, shortage
 from plans.card import ModelCard
 from plans.machine import Host, MachineReport
-from plans.placement import CPU_ONLY, KvType, LoadMode, Placement
+from plans.placement import CPU_ONLY, NATIVE, KvType, LoadMode, Placement
 from plans.plan import Limits, MemoryNeed, Rejected, RequestMix, Workload
 
 UBATCH_LADDER = (64, 128, 256, 512, 1024)
@@ -163,7 +163,7 @@ def _structural_reason(placement: Placement, workload: Workload, cores: int, lim
     fills = min((size for size in ubatches if size >= workload.mix.prompt_tokens), default=ubatches[-1])
     if placement.ubatch_tokens > fills:
         return f"no prompt of the mix ({workload.mix.prompt_tokens} tokens) fills a step larger than {fills}"
-    if placement.engine != "native":
+    if placement.engine != NATIVE:
         if placement.load_mode != (limits.load_mode or "mmap"):
             return "other engines arrange their weights themselves; their default load mode is measured"
         if placement.ubatch_tokens not in (min(512, fills), fills):

@@ -2,9 +2,11 @@
 
     gpu_split.py MODEL.gguf FOLDER [LLAMA_BIN]
 
-Ours are the saved plan's placement, run in the library: decode at 512 tokens, prefill in steps of the plan, each
-section's share of a token, the peak that the driver saw. llama-bench gets the most layers that fit under the cap (of a
-mixture: the most whose experts are not left in RAM), together with a cache of the same context, and its better threads.
+Our figures are those of the saved plan's placement, run in this process: decode behind 512 tokens, prefill in steps of
+the plan's size, each section's share of a token's time, and the peak of memory that the driver saw.
+
+llama-bench gets as many layers as fit under the cap beside a cache of the same context; of a mixture, as many layers as
+fit with their experts, while the experts of the others stay in RAM. Of its numbers of threads the faster one counts.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from configs.parent import die_with_parent
+from configs.progress import ProgressCallback
 from configs.version import placewright_version
 from plans.host import kernel_level, read_cpu
 from plans.placement import Placement
-from worker.protocol import ProgressCallback
 from worker.runtime.executor import Executor, ExecutorFactory
 from worker.runtime.pipes import Stop
 from worker.runtime.serve import STALL_LIMIT_S, Worker, WorkerOptions

@@ -7,7 +7,6 @@ by additions; `PROTOCOL_VERSION` changes when an old peer would misunderstand.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -99,10 +98,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     pid: int
     capabilities: list[str]  # "generate", "score", "cancel", ...
     isa: str  # "avx512_vnni", "avx2", ...
-
-
-ProgressCallback = Callable[[str, int, int], None]
-"""Called while a model loads: phase, done bytes, total bytes. In the worker it may raise to end the load."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

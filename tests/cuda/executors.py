@@ -71,7 +71,8 @@ def reference_logits(path: Path, batches: list[Batch], n_pages: int = 16) -> lis
 
 
 def prompt(length: int, n_vocab: int, seed: int = 3) -> list[int]:
-    return np.random.default_rng(seed).integers(0, n_vocab - 1, length).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, n_vocab - 1, length).tolist()
+    return tokens
 
 
 def relative_error(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> float:

@@ -22,7 +22,8 @@ def check_float_experts(
     rng = np.random.default_rng(n_embd + n_tokens)
     sizes = ((n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff))
     made = [make_matrix(device, rng, name, *size, n_experts) for name, size in zip(names, sizes, strict=True)]
-    (gate, up, down), experts = (values for _, values in made), Experts(*(m for m, _ in made), n_used, 0)
+    (gate_matrix, gate), (up_matrix, up), (down_matrix, down) = made
+    experts = Experts(gate_matrix, up_matrix, down_matrix, n_used, 0)
     x = rng.standard_normal((n_tokens, n_embd), np.float32) / np.float32(64)
     logits = rng.standard_normal((n_tokens, n_experts)).astype(np.float32)
     ids, weights = choose_experts(logits, None, n_used, 0, True, 1.0)

@@ -15,7 +15,7 @@ class Machine:
 
     def __init__(self, device: EmulatedDevice | GpuDevice) -> None:
         self._device = device
-        self.launcher = device.launcher
+        self.launcher: Any = device.launcher  # a Launcher, or what stands for it in the emulator
 
     def put(self, values: NDArray[Any]) -> int:
         return self._device.put(values)

@@ -23,7 +23,7 @@ from worker.model.quants import dequantize
 from worker.model.types import BY_ID
 from worker.ops import reference
 from worker.ops.batch import PAGE_TOKENS
-from worker.ops.oplist import OpList
+from worker.ops.oplist import AttentionInts, OpList, RopeStoreInts, RouterInts
 
 
 class NumpyKernels(KernelSet):
@@ -155,11 +155,11 @@ class NumpyKernels(KernelSet):
         q_norm: int,
         k_norm: int,
         frequencies: int,
-        ints: tuple[int, ...],
+        ints: RopeStoreInts,
         floats: tuple[float, ...],
         cache: KvLayerArrays,
     ) -> None:
-        heads, kv_heads, head_dim, rope_dim, style = ints[:5]
+        heads, kv_heads, head_dim, rope_dim, style, _ = ints
         eps, magnitude = floats
 
         def turned(rows: Rows, n_heads: int, norm: int) -> NDArray[np.float32]:
@@ -183,12 +183,11 @@ class NumpyKernels(KernelSet):
         shape: StepShape,
         query: Rows,
         out: Rows,
-        ints: tuple[int, ...],
+        ints: AttentionInts,
         floats: tuple[float, ...],
         cache: KvLayerArrays,
     ) -> None:
-        heads, kv_heads, head_dim = ints[:3]
-        window = ints[6]
+        heads, kv_heads, head_dim, window = ints.n_heads, ints.n_kv_heads, ints.head_dim, ints.window_tokens
 
         def work() -> None:
             positions = view(shape.inputs.positions, (shape.n_tokens,), np.int32)
@@ -217,7 +216,7 @@ class NumpyKernels(KernelSet):
         bias: int,
         ids: Rows,
         weights: Rows,
-        ints: tuple[int, ...],
+        ints: RouterInts,
         scale: float,
     ) -> None:
         n_experts, used, gating, normalize = ints

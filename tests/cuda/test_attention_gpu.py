@@ -49,8 +49,8 @@ def test_rope_store(
     norms = [rng.standard_normal(heads.head_dim).astype(np.float32) for _ in range(2)]
     frequencies = (10000.0 ** (-np.arange(rope_dim // 2) / (rope_dim // 2))).astype(np.float32)
     put = machine.put
-    pointers = [put(norm) for norm in norms] if has_norms else [0, 0]
-    rope = Rope(*pointers, put(frequencies), rope_dim, style, 1e-6, 1.1)
+    q_norm, k_norm = (put(norm) if has_norms else 0 for norm in norms)
+    rope = Rope(q_norm, k_norm, put(frequencies), rope_dim, style, 1e-6, 1.1)
     query = put(q)
     step = cache.step(positions, sequences)
     attention.rope_store(machine.launcher, query, put(k), put(v), n, heads, rope, cache.kv, step)
@@ -78,12 +78,12 @@ def test_rope_far_out(machine: Machine, rng: np.random.Generator) -> None:
     cache.max_pages = 4000
     positions = np.array([120_001, 77_777], np.int32)
     q = rng.standard_normal((2, 2, 64)).astype(np.float32)
-    kv = [machine.put(np.ones((2, 1, 64), np.float32)) for _ in range(2)]
+    key, value = (machine.put(np.ones((2, 1, 64), np.float32)) for _ in range(2))
     frequencies = (1e6 ** (-np.arange(32) / 32)).astype(np.float32)
     query = machine.put(q)
     rope = Rope(0, 0, machine.put(frequencies), 64, 1, 1e-6, 1.0)
     step = cache.step(positions, np.zeros(2, np.int32))
-    attention.rope_store(machine.launcher, query, *kv, 2, heads, rope, cache.kv, step)
+    attention.rope_store(machine.launcher, query, key, value, 2, heads, rope, cache.kv, step)
     expected = reference.rotate(q, positions, frequencies, 1, 1.0)
     np.testing.assert_allclose(machine.get(query), expected, atol=1e-5)
 
@@ -216,9 +216,10 @@ def test_fused_decode_is_rope_then_attention(
     cache = TestCache(machine, rng, heads, lengths, is_q8=is_q8)
     cache.fill(rng)
     q, k, v = (rng.standard_normal((n, size)).astype(np.float32) for size in (width, kv_width, kv_width))
-    norms = [machine.put(rng.standard_normal(heads.head_dim).astype(np.float32)) for _ in range(2)]
+    norms = [rng.standard_normal(heads.head_dim).astype(np.float32) for _ in range(2)]
+    q_norm, k_norm = (machine.put(norm) if has_norms else 0 for norm in norms)
     frequencies = (10000.0 ** (-np.arange(rope_dim // 2) / (rope_dim // 2))).astype(np.float32)
-    rope = Rope(*(norms if has_norms else [0, 0]), machine.put(frequencies), rope_dim, style, 1e-6, 1.0)
+    rope = Rope(q_norm, k_norm, machine.put(frequencies), rope_dim, style, 1e-6, 1.0)
     step = cache.step(np.array(lengths, np.int32) - 1, np.arange(n, dtype=np.int32))
     plan = plan_for(machine, heads, n, *cut)
     workspace = machine.zeros(attention.COUNTER_BYTES + attention.partial_bytes(heads, plan, n))

@@ -25,7 +25,7 @@ from tests.cuda.executors import (
 )
 from tests.cuda.host_device import HostDevice
 from tests.cuda.numpy_kernels import NumpyKernels, numpy_kernels
-from worker.cpu.library import library_path
+from worker.cpu.library import built_library_path
 from worker.model import archs
 from worker.model.gguf import open_model
 from worker.ops.batch import Batch
@@ -53,7 +53,7 @@ def on_host(path: Path, device: HostDevice | None = None, **changes: Any) -> Gpu
 
 def needs_cpu_kernels() -> None:
     try:
-        library_path()
+        built_library_path()
     except EngineStartError as error:
         pytest.skip(str(error))
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tests.cuda.host_device import view
 from tests.cuda.machine import Machine
 from worker.cpu.handles import KvCache
-from worker.cpu.library import library_path, load_library
+from worker.cpu.library import built_library_path, load_library
 from worker.cpu.structs import KvType
 from worker.cuda.kv_cache import KvLayerArrays, unit_order
 from worker.cuda.kv_pages import HostLayer, PageList, move_pages
@@ -22,7 +22,7 @@ MOVED = [5, 0, 3]
 @pytest.fixture(autouse=True)
 def cpu_kernels() -> None:
     try:
-        library_path()
+        built_library_path()
     except Exception as error:
         pytest.skip(str(error))
 
@@ -41,10 +41,11 @@ def filled_cache(
 def layer_arrays(machine: Machine, head_dim: int, is_q8: bool) -> KvLayerArrays:
     shape = (N_PAGES, N_HEADS, PAGE_TOKENS, head_dim)
     keys, values = (machine.put(np.zeros(shape, np.int8 if is_q8 else np.float16)) for _ in range(2))
-    scales = [0, 0]
+    key_scales = value_scales = 0
     if is_q8:
-        scales = [machine.put(np.zeros((*shape[:3], head_dim // 32), np.float16)) for _ in range(2)]
-    return KvLayerArrays(keys, values, *scales, is_q8, N_HEADS * PAGE_TOKENS * head_dim)
+        scales = np.zeros((*shape[:3], head_dim // 32), np.float16)
+        key_scales, value_scales = machine.put(scales), machine.put(scales.copy())
+    return KvLayerArrays(keys, values, key_scales, value_scales, is_q8, N_HEADS * PAGE_TOKENS * head_dim)
 
 
 def row(machine: Machine, codes: int, scales: int, place: tuple[int, int, int]) -> NDArray[np.float32]:

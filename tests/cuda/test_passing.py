@@ -1,4 +1,7 @@
-"""Layers of the CPU whose larger steps a GPU computes, on the host stand-in: answers, caches on both sides, order."""
+"""Layers of the CPU whose larger steps a GPU computes, with the GPU's stand-in on the host.
+
+Checked are the answers, the caches on both sides, and the order in which weights and pages come.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from tests.cuda.executors import GREEDY_WITH_TOP, SPLIT, load, placement, prompt
 from tests.cuda.executors import synthetic_model as tiny_model
 from tests.cuda.host_device import HostDevice
 from tests.cuda.numpy_kernels import NumpyKernels
-from worker.cpu.library import library_path
+from worker.cpu.library import built_library_path
 from worker.cuda import passing
+from worker.cuda.upload import Part
 from worker.ops.batch import Batch
 from worker.runtime.executor import CancelFlag, Output, SequencePart, StepBatch, StepCancelled, StepFailed
 from worker.runtime.gpu_executor import GpuExecutor
@@ -40,7 +44,7 @@ TWO_PASS = (
 @pytest.fixture(autouse=True)
 def cpu_kernels() -> None:
     try:
-        library_path()
+        built_library_path()
     except EngineStartError as error:
         pytest.skip(str(error))
 
@@ -108,7 +112,8 @@ def test_prompts_pass_and_decode_goes_on_with_their_cache(
     errors: list[float] = []
     for begin, end in steps:
         moved = device.log.count("move_pages")
-        errors.append(error(*run(executor, (ids[begin:end], begin, PAGES)), expected(model, ids[:end])))
+        (found,) = run(executor, (ids[begin:end], begin, PAGES))
+        errors.append(error(found, expected(model, ids[:end])))
         assert (device.log.count("move_pages") > moved) == (end - begin >= FEWEST)
     assert_close(errors)
     executor.close()
@@ -133,7 +138,8 @@ def test_a_cancelled_step_leaves_the_next_one_right(model: Path) -> None:
     object.__setattr__(launch, "enqueue", during(launch.enqueue, cancel))
     with pytest.raises(StepCancelled):
         executor.run(StepBatch((SequencePart(ids, 0, PAGES, (Output(19, GREEDY_WITH_TOP),)),), 20, 1), cancel)
-    assert error(*run(executor, (ids, 0, PAGES)), expected(model, ids)) < CLOSE
+    (found,) = run(executor, (ids, 0, PAGES))
+    assert error(found, expected(model, ids)) < CLOSE
     executor.close()
 
 
@@ -215,8 +221,8 @@ def test_a_round_that_ends_early_passes_unused() -> None:
 
     device.feed = lambda plan: Feed()  # type: ignore[method-assign,assignment,return-value]
 
-    def part(layer: int) -> passing.Part:
-        return passing.Part(0, 0, 16, lay_out=lambda raw: calls.append(("lay out", layer)))
+    def part(layer: int) -> Part:
+        return Part(0, 0, 16, lay_out=lambda raw: calls.append(("lay out", layer)))
 
     weights = passing.PassingWeights(device, [__file__], {3: [part(3)] * 2, 7: [part(7)]}, 1 << 20, 2)
     weights.bring(3)

@@ -19,7 +19,7 @@ from planner.gpu_memory import MIB, DeviceUse, StepSizes, device_need
 from planner.inspect import read_card
 from plans.placement import CPU_ONLY, GPU_ONLY, Placement
 from tests.cuda.executors import load, placement, prompt, relative_error, synthetic_model
-from worker.cpu.library import library_path
+from worker.cpu.library import built_library_path
 from worker.cuda.device import gpu_absence
 from worker.ops.batch import Batch
 from worker.runtime.gpu_executor import GpuExecutor
@@ -42,7 +42,7 @@ Logits = list[NDArray[np.float32]]
 @pytest.fixture(scope="module", autouse=True)
 def cpu_kernels() -> None:
     try:
-        library_path()
+        built_library_path()
     except Exception as error:
         pytest.skip(str(error))
 

@@ -56,7 +56,7 @@ def test_another_card_driver_kernel_or_model_is_tuned_anew(tmp_path: Path) -> No
         tuned_file("card 13010", dense, kernels),  # type: ignore[arg-type]
         tuned_file("other 13000", dense, kernels),  # type: ignore[arg-type]
         tuned_file("card 13000", moe, kernels),  # type: ignore[arg-type]
-        tuned_file("card 13000", dense, [Kernel("a 1"), Kernel("b 3")]),  # type: ignore[arg-type]
+        tuned_file("card 13000", dense, [Kernel("a 1"), Kernel("b 3")]),  # type: ignore[list-item]
     }
     assert len(files) == 5
 

@@ -1,4 +1,7 @@
-"""Models over two GPUs, as the planner cuts them and as it does not, on two host stand-ins: the reference's answers."""
+"""Models over two GPUs, on two stand-ins on the host: cut as the planner cuts them, and in ways that it does not.
+
+The answers must be those of the reference.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from tests.cuda.executors import (
 )
 from tests.cuda.host_device import HostDevice
 from tests.cuda.numpy_kernels import NumpyKernels
-from worker.cpu.library import library_path
+from worker.cpu.library import built_library_path
 from worker.ops.batch import Batch
 from worker.runtime.executor import CancelFlag, Output, SequencePart, StepBatch
 from worker.runtime.gpu_executor import GpuExecutor
@@ -122,7 +125,7 @@ def test_pages_are_copied_on_both(model: Path) -> None:
 @pytest.mark.parametrize("passing_tokens", [0, 8])
 def test_the_rest_stays_on_the_cpu(model: Path, passing_tokens: int) -> None:
     try:
-        library_path()
+        built_library_path()
     except EngineStartError as error:
         pytest.skip(str(error))
     executor, devices = on_two(model, THREE_PARTS, passing_tokens=passing_tokens)

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from configs.errors import EngineDiedError, EngineStartError
+from configs.progress import ProgressCallback
 from worker.engines.base import Engine, EngineInfo
-from worker.protocol import Done, Generate, ProgressCallback, Scored, Timings, TokenEvent
+from worker.protocol import Done, Generate, Scored, Timings, TokenEvent
 
 CONTEXT_LENGTH_TOKENS = 512
 MAX_SEQUENCES = 4

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from configs.errors import EngineStartError, RequestFailedError
+from configs.progress import ProgressCallback
 from planner.prompt_texts import PromptText
 from plans.card import CARD_VERSION, KvLayer, ModelCard, TypeBytes
 from plans.machine import (
@@ -26,7 +27,7 @@ from plans.machine import (
 from plans.placement import CPU_ONLY, Placement
 from plans.units import AttentionShape, EmbeddingShape, FfnShape, HeadShape, TensorRef, Unit
 from worker.engines.base import Engine, EngineInfo
-from worker.protocol import Done, Generate, ProgressCallback, Scored, Timings, TokenEvent
+from worker.protocol import Done, Generate, Scored, Timings, TokenEvent
 
 N_EMBD, N_FF, N_VOCAB, N_LAYERS = 1024, 4096, 32_000, 16
 Speeds = Callable[[Placement], tuple[float, float]]  # prefill and decode tokens per second

@@ -13,10 +13,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configs.errors import ModelFileError
+from configs.progress import ProgressCallback
 from plans.placement import Placement
 from tests.runtime.fake_executor import AheadExecutor, FakeExecutor
 from worker.__main__ import main
-from worker.protocol import ProgressCallback
 from worker.runtime.executor import StepBatch, StepFailed
 
 POISON, CRASH, STUCK, BUG = 990, 991, 992, 993  # tokens that end a step badly

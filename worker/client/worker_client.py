@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from configs.errors import EngineDiedError, EngineStartError, RequestFailedError
+from configs.progress import ProgressCallback
 from worker.client.child import ChildProcess
 from worker.client.stream import Event, Stream
 from worker.protocol import (
@@ -37,7 +38,6 @@ from worker.protocol import (
     Ping,
     Pong,
     Progress,
-    ProgressCallback,
     Ready,
     Score,
     Scored,

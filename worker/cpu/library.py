@@ -12,7 +12,7 @@ from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_size_t, c_ui
 from pathlib import Path
 
 from configs.errors import EngineError, EngineStartError
-from plans import library
+from plans.library import library_path
 from worker.cpu.handles import Arena, KvCache, Step, Team
 from worker.cpu.structs import (
     ABI_VERSION,
@@ -76,9 +76,9 @@ _PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
 }
 
 
-def library_path() -> Path:
+def built_library_path() -> Path:
     """The compiled library of this installation. Raises EngineStartError where it was not built."""
-    path = library.library_path()
+    path = library_path()
     if not path.is_file():
         raise EngineStartError(
             f"the compiled CPU kernels are missing: there is no {path}; run scripts/build-cpu, or install with "
@@ -92,7 +92,7 @@ def load_library(path: Path | None = None) -> Library:
 
     Raises EngineStartError when it is absent, broken, of another ABI version, or a struct differs.
     """
-    path = path or library_path()
+    path = path or built_library_path()
     try:
         handle = ctypes.CDLL(str(path))
     except OSError as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from configs.errors import EngineError
 from worker.cuda.ops import GROUP
+from worker.ops.oplist import AttentionInts, OpKind, OpList, RopeStoreInts
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -18,6 +19,10 @@ class Heads:
     n_heads: int
     n_kv_heads: int
     head_dim: int
+
+    @classmethod
+    def of(cls, ints: RopeStoreInts | AttentionInts) -> Heads:
+        return cls(ints.n_heads, ints.n_kv_heads, ints.head_dim)
 
     @property
     def group(self) -> int:
@@ -32,6 +37,11 @@ class Heads:
             )
         if is_q8 and self.head_dim % GROUP:
             raise EngineError(f"a q8_0 KV cache needs heads of a multiple of {GROUP}, not {self.head_dim}")
+
+
+def attention_heads(oplist: OpList) -> set[Heads]:
+    """Of all layers; most models have one kind."""
+    return {Heads.of(AttentionInts(*op.ints)) for op in oplist.ops if op.kind == OpKind.ATTENTION}
 
 
 @dataclass(frozen=True, slots=True)

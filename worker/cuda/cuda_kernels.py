@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from worker.cuda import attention, exchange, kv_pages, ops, router, sampler
-from worker.cuda.attention_values import FreshHeads, Heads, KvPointers, Rope, Scores, StepPointers
+from worker.cuda.attention_values import (
+    FreshHeads,
+    Heads,
+    KvPointers,
+    Rope,
+    Scores,
+    StepPointers,
+    attention_heads,
+)
 from worker.cuda.blas import CuBlas
 from worker.cuda.device import Device
 from worker.cuda.driver import Launcher
@@ -28,21 +36,9 @@ from worker.cuda.router import Router
 from worker.cuda.router_fold import FoldedRouter
 from worker.cuda.sampling import SamplingBuffers
 from worker.cuda.values import Rows, RowTable, StepShape
-from worker.ops.oplist import Op, OpKind, OpList
+from worker.ops.oplist import AttentionInts, OpKind, OpList, RopeStoreInts, RouterInts
 
 _F16 = 1  # ggml's type id
-
-
-def _heads(ints: tuple[int, ...]) -> Heads:
-    return Heads(*ints[:3])
-
-
-def _attention_heads(oplist: OpList) -> set[Heads]:
-    return {_heads(op.ints) for op in oplist.ops if op.kind == OpKind.ATTENTION}
-
-
-def _routers(oplist: OpList) -> list[Op]:
-    return [op for op in oplist.ops if op.kind == OpKind.ROUTER]
 
 
 class CudaKernels(KernelSet):
@@ -86,10 +82,11 @@ class CudaKernels(KernelSet):
     def _scratch_parts(self, oplist: OpList, max_tokens: int, max_outputs: int) -> tuple[int, int, int]:
         """Bytes for decode attention, the router and matrices; each keeps its own, because some counters persist."""
         rows = min(max_tokens, max_outputs)
-        shapes = _attention_heads(oplist)
+        shapes = attention_heads(oplist)
         sizes = (attention.decode_workspace_bytes(self.launcher, heads, rows) for heads in shapes)
         attended = max(sizes, default=0)
-        routed = max((router.workspace_bytes(max_tokens, op.ints[0]) for op in _routers(oplist)), default=0)
+        routers = (RouterInts(*op.ints) for op in oplist.ops if op.kind == OpKind.ROUTER)
+        routed = max((router.workspace_bytes(max_tokens, ints.n_experts) for ints in routers), default=0)
         return (
             aligned(attended),
             aligned(routed),
@@ -174,13 +171,12 @@ class CudaKernels(KernelSet):
         matrix: GpuMatrix,
         out: Rows,
         folded: FoldedRouter,
-        ints: tuple[int, ...],
+        ints: RouterInts,
         scale: float,
         epsilon: float,
     ) -> None:
-        gating, normalize = ints[2], bool(ints[3])
         self._rule = self._products.routed_linear(
-            source, matrix, out, folded, gating, normalize, scale, epsilon
+            source, matrix, out, folded, ints.gating, bool(ints.normalizes), scale, epsilon
         )
 
     def rope_store(
@@ -192,11 +188,12 @@ class CudaKernels(KernelSet):
         q_norm: int,
         k_norm: int,
         frequencies: int,
-        ints: tuple[int, ...],
+        ints: RopeStoreInts,
         floats: tuple[float, ...],
         cache: KvLayerArrays,
     ) -> None:
-        rope = Rope(q_norm, k_norm, frequencies, ints[3], ints[4], floats[0], floats[1])
+        eps, magnitude = floats
+        rope = Rope(q_norm, k_norm, frequencies, ints.rope_dim, ints.rope_style, eps, magnitude)
         if shape.is_decode:  # decode attention does it, which saves a launch
             self._fresh = FreshHeads(rope, key.values, value.values)
             return
@@ -206,7 +203,7 @@ class CudaKernels(KernelSet):
             key.values,
             value.values,
             shape.n_tokens,
-            _heads(ints),
+            Heads.of(ints),
             rope,
             _pointers(cache),
             _step(shape),
@@ -218,11 +215,12 @@ class CudaKernels(KernelSet):
         shape: StepShape,
         query: Rows,
         out: Rows,
-        ints: tuple[int, ...],
+        ints: AttentionInts,
         floats: tuple[float, ...],
         cache: KvLayerArrays,
     ) -> None:
-        heads, scores = _heads(ints), Scores(floats[0], floats[1], ints[6])
+        scale, cap = floats
+        heads, scores = Heads.of(ints), Scores(scale, cap, ints.window_tokens)
         forms = self._forms(shape.n_tokens, out)
         if shape.is_decode:
             self._decode_attention(shape, query, heads, scores, forms, cache)
@@ -281,7 +279,7 @@ class CudaKernels(KernelSet):
         bias: int,
         ids: Rows,
         weights: Rows,
-        ints: tuple[int, ...],
+        ints: RouterInts,
         scale: float,
     ) -> None:
         rows, (n_experts, n_used, gating, normalize) = shape.n_tokens, ints

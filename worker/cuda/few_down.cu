@@ -2,7 +2,7 @@
 // chosen experts of a token; tokens of the same rows come right after each other, so that a row that several of them
 // want comes from memory once and from the L2 cache after that.
 //
-// Definitions: those of few_choice.cuh, where TOKENS are those of a block; blockIdx.y counts groups of as many.
+// Definitions: those of few_choice.cuh; a block has TOKENS tokens here, and blockIdx.y counts the groups of so many.
 #include "few_choice.cuh"
 
 struct FewDownCall {

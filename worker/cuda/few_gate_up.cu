@@ -2,9 +2,9 @@
 // that chose it.
 //
 // Definitions: those of few_choice.cuh, TYPE_0 of gate, TYPE_1 of up, ACTIVATION (0 silu, 1 gelu), TOGETHER (a power of
-// two: tokens that share what unpacking rows costs), STAGE_ROWS (of the ROWS of a warp, in a stage of its ring). A block
-// takes tiles of neighbouring rows of an expert, ROWS of gate and of up a warp, and goes on from tile to tile with one
-// barrier and without a pause in its rings of copies.
+// two: so many tokens are multiplied with rows that were unpacked once), STAGE_ROWS (so many of a warp's ROWS are a stage
+// of its ring). A block takes tiles of neighbouring rows of one expert: in each, a warp has ROWS rows of gate and the
+// same rows of up. Between two tiles there is one barrier, and the rings of copies go on through it.
 #include "few_choice.cuh"
 #include "outputs.cuh"
 

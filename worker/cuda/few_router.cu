@@ -1,9 +1,9 @@
 // An RMS norm and the router behind it for 2 to 32 tokens: logits[t][e] = sum of matrix[e] * norm * x / rms(x), and the
-// normalised rows as the codes that the experts read. A warp an expert, whose row is fetched before the inputs are there;
-// every warp finds the rms by itself.
+// normalised rows as the codes that the experts read. Each warp computes one expert's logits: it fetches the expert's row
+// before the inputs are there, and finds the rms by itself.
 //
-// Definitions: COLS (a multiple of 32), WEIGHT_TYPE (a float type), TOKENS of a block, WARPS.
-// grid: blocks of WARPS experts and one more, which writes the rows; groups of TOKENS tokens.
+// Definitions: COLS (a multiple of 32), WEIGHT_TYPE (a float type), TOKENS (of a block), WARPS.
+// Grid: x counts blocks of WARPS experts each, and one more that writes the rows; y counts groups of TOKENS tokens.
 #include "activations.cuh"
 #include "outputs.cuh"
 

@@ -8,7 +8,7 @@ dense network and the gate between them become two launches. Nothing here launch
 from __future__ import annotations
 
 from worker.model.types import BY_NAME
-from worker.ops.oplist import Op, OpKind, OpList
+from worker.ops.oplist import LinearInts, MoeInts, Op, OpKind, OpList, RouterInts
 
 _READERS = (OpKind.LINEAR, OpKind.ROUTER, OpKind.MOE)
 _FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -52,7 +52,7 @@ def _are_servable(oplist: OpList, readers: list[int]) -> bool:
         return all(_cols_are_whole(oplist, op) for op in ops)
     return (
         kinds == [OpKind.ROUTER, OpKind.MOE]
-        and ops[0].ints[1] <= MOST_CHOSEN
+        and RouterInts(*ops[0].ints).n_used <= MOST_CHOSEN
         and _is_quantised(oplist, ops[1])
         and _is_float(oplist, ops[0])
     )
@@ -79,7 +79,7 @@ def _rides_along(oplist: OpList, router: int) -> bool:
     if product.kind != OpKind.LINEAR or mixture.kind != OpKind.MOE:
         return False
     bare = all(bias < 0 for bias in (*product.biases, *op.biases)) and not any(product.floats)
-    adds = bool(product.ints[1]) and bool(mixture.ints[2])
+    adds = bool(LinearInts(*product.ints).accumulates and MoeInts(*mixture.ints).accumulates)
     stream = product.outputs == norm.inputs == mixture.outputs
     return len(product.weights) == 1 and bare and adds and stream and _is_quantised(oplist, product)
 
@@ -115,7 +115,7 @@ def _is_network(oplist: OpList, at: int) -> bool:
     if (gate_up.kind, glu.kind, down.kind) != (OpKind.LINEAR, OpKind.GLU, OpKind.LINEAR):
         return False
     connected = glu.inputs == gate_up.outputs and down.inputs == glu.outputs
-    plain = len(gate_up.weights) == 2 and len(down.weights) == 1 and not gate_up.ints[1]
-    plain = plain and not any((*gate_up.floats, *down.floats))
+    plain = len(gate_up.weights) == 2 and len(down.weights) == 1
+    plain = plain and not LinearInts(*gate_up.ints).accumulates and not any((*gate_up.floats, *down.floats))
     bare = all(bias < 0 for bias in (*gate_up.biases, *down.biases))
     return connected and plain and bare and _is_quantised(oplist, gate_up) and _is_quantised(oplist, down)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from worker.cuda.kv_cache import KvLayerArrays
 from worker.cuda.kv_pages import HostLayer, PageList, Side
 from worker.cuda.values import Rows, RowTable, StepShape
-from worker.ops.oplist import OpList
+from worker.ops.oplist import AttentionInts, OpList, RopeStoreInts, RouterInts
 
 Matrix = Any  # a matrix as the kernels laid it out; made by KernelSet.matrix
 
@@ -94,7 +94,7 @@ class KernelSet(Protocol):
         matrix: Matrix,
         out: Rows,
         folded: Any,
-        ints: tuple[int, ...],
+        ints: RouterInts,
         scale: float,
         epsilon: float,
     ) -> None:
@@ -111,7 +111,7 @@ class KernelSet(Protocol):
         q_norm: int,
         k_norm: int,
         frequencies: int,
-        ints: tuple[int, ...],
+        ints: RopeStoreInts,
         floats: tuple[float, ...],
         cache: KvLayerArrays,
     ) -> None:
@@ -123,7 +123,7 @@ class KernelSet(Protocol):
         shape: StepShape,
         query: Rows,
         out: Rows,
-        ints: tuple[int, ...],
+        ints: AttentionInts,
         floats: tuple[float, ...],
         cache: KvLayerArrays,
     ) -> None: ...
@@ -138,7 +138,7 @@ class KernelSet(Protocol):
         bias: int,
         ids: Rows,
         weights: Rows,
-        ints: tuple[int, ...],
+        ints: RouterInts,
         scale: float,
     ) -> None: ...
 

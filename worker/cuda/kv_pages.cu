@@ -1,5 +1,6 @@
-// Pages of one layer between the CPU's cache and the device's: the host's memory is read and written in place. The CPU
-// keeps a block per head and page, keys of it transposed (worker/cpu/kv_layer.h); kv_rows.cuh has the device's rows.
+// Copies pages of one layer between the CPU's cache and the device's; the host's memory is read and written in place. The
+// CPU keeps a block per head and page, with the keys transposed (worker/cpu/kv_layer.h); kv_rows.cuh says how the rows
+// of a page lie on the device.
 // Variants: -DHEAD_DIM, -DKV_Q8, -DTO_HOST.
 #include "kv_rows.cuh"
 

@@ -1,4 +1,4 @@
-"""Pages of the CPU's key/value cache to a layer on the device and back, for layers that only pass through a device."""
+"""Copies pages of the CPU's key/value cache to a device and back, for layers that live in RAM (`passing.py`)."""
 
 from __future__ import annotations
 

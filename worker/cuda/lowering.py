@@ -15,7 +15,17 @@ from worker.cuda.kernel_set import KernelSet, Matrix
 from worker.cuda.kv_cache import DeviceKvCache
 from worker.cuda.memory import DeviceMemory, aligned
 from worker.cuda.values import FoldedNorm, Rows, RowTable, StepShape
-from worker.ops.oplist import Buffer, Op, OpKind, OpList
+from worker.ops.oplist import (
+    AttentionInts,
+    Buffer,
+    LinearInts,
+    MoeInts,
+    Op,
+    OpKind,
+    OpList,
+    RopeStoreInts,
+    RouterInts,
+)
 
 GROUP = 32  # activations that share a scale
 _FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -211,7 +221,8 @@ def _rms_norm(lowering: Lowering, op: Op, at: int) -> Enqueue:
 def _linear(lowering: Lowering, op: Op, at: int) -> Enqueue:
     source, outs, matrices = lowering.source(op, at), lowering.outputs(op), lowering.matrices(op)
     biases = tuple(lowering.vector(index) for index in op.biases)
-    rows, accumulate, (scale, softcap) = _rows_of(lowering, op.inputs[0]), bool(op.ints[1]), op.floats
+    rows, (scale, softcap) = _rows_of(lowering, op.inputs[0]), op.floats
+    accumulate = bool(LinearInts(*op.ints).accumulates)
 
     def enqueue(shape: StepShape) -> None:
         lowering.kernels.linear(
@@ -234,12 +245,13 @@ def _routed_linear(
     otherwise: Enqueue,
 ) -> Enqueue:
     router, epsilon, folded = behind
+    ints, scale = RouterInts(*router.ints), router.floats[0]
 
     def enqueue(shape: StepShape) -> None:
         if shape.n_tokens != 1:
             otherwise(shape)
             return
-        lowering.kernels.routed_linear(source, matrix, out, folded, router.ints, router.floats[0], epsilon)
+        lowering.kernels.routed_linear(source, matrix, out, folded, ints, scale, epsilon)
 
     return enqueue
 
@@ -249,7 +261,8 @@ def _network(lowering: Lowering, op: Op, at: int, otherwise: Enqueue) -> Enqueue
     source, (hidden, _) = lowering.source(op, at), lowering.outputs(op)
     glu, last = lowering.oplist.ops[at + 1 : at + 3]
     (out,), matrices = lowering.outputs(last), lowering.network_matrices(at)
-    rows, activation, accumulate = _rows_of(lowering, op.inputs[0]), glu.ints[0], bool(last.ints[1])
+    rows, activation = _rows_of(lowering, op.inputs[0]), glu.ints[0]
+    accumulate = bool(LinearInts(*last.ints).accumulates)
 
     def enqueue(shape: StepShape) -> None:
         if not lowering.kernels.takes_network(rows(shape), matrices):
@@ -273,15 +286,17 @@ def _unless_network(
 def _rope_store(lowering: Lowering, op: Op, at: int) -> Enqueue:
     query, key, value = lowering.inputs(op)
     q_norm, k_norm, frequencies = (lowering.vector(index) for index in op.weights)
-    cache = lowering.cache.layers[op.ints[5]]
+    ints = RopeStoreInts(*op.ints)
+    cache = lowering.cache.layers[ints.kv_layer]
     return lambda shape: lowering.kernels.rope_store(
-        shape, query, key, value, q_norm, k_norm, frequencies, op.ints, op.floats, cache
+        shape, query, key, value, q_norm, k_norm, frequencies, ints, op.floats, cache
     )
 
 
 def _attention(lowering: Lowering, op: Op, at: int) -> Enqueue:
-    (query,), out, cache = lowering.inputs(op), lowering.product(op, at), lowering.cache.layers[op.ints[5]]
-    return lambda shape: lowering.kernels.attention(shape, query, out, op.ints, op.floats, cache)
+    (query,), out, ints = lowering.inputs(op), lowering.product(op, at), AttentionInts(*op.ints)
+    cache = lowering.cache.layers[ints.kv_layer]
+    return lambda shape: lowering.kernels.attention(shape, query, out, ints, op.floats, cache)
 
 
 def _glu(lowering: Lowering, op: Op, at: int) -> Enqueue:
@@ -297,10 +312,10 @@ def _glu(lowering: Lowering, op: Op, at: int) -> Enqueue:
 
 def _router(lowering: Lowering, op: Op, at: int) -> Enqueue:
     source, (ids, weights), (matrix,) = lowering.source(op, at), lowering.outputs(op), lowering.matrices(op)
-    bias, scale = lowering.vector(op.biases[0]), op.floats[0]
+    bias, ints, scale = lowering.vector(op.biases[0]), RouterInts(*op.ints), op.floats[0]
 
     def enqueue(shape: StepShape) -> None:
-        lowering.kernels.router(shape, source, matrix, bias, ids, weights, op.ints, scale)
+        lowering.kernels.router(shape, source, matrix, bias, ids, weights, ints, scale)
 
     if lowering.router_behind(at - 2) is None:
         return enqueue
@@ -310,9 +325,9 @@ def _router(lowering: Lowering, op: Op, at: int) -> Enqueue:
 def _moe(lowering: Lowering, op: Op, at: int) -> Enqueue:
     source, (_, ids, weights), (out,) = lowering.source(op, at), lowering.inputs(op), lowering.outputs(op)
     gate, up, down = lowering.matrices(op)
-    activation, accumulate = op.ints[0], bool(op.ints[2])
+    ints = MoeInts(*op.ints)
     return lambda shape: lowering.kernels.moe(
-        shape, source, ids, weights, (gate, up, down), out, activation, accumulate
+        shape, source, ids, weights, (gate, up, down), out, ints.activation, bool(ints.accumulates)
     )
 
 

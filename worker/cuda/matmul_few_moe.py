@@ -1,10 +1,10 @@
 """Mixtures for 2 to 32 tokens: vector arithmetic as for one token, but an expert's weights come from memory once for
 all tokens that chose it.
 
-    norm_and_route    norm and router in a launch: logits, and the codes that the experts read
+    norm_and_route    norm and router in one launch, which writes logits, and the 8-bit codes that the experts read
     moe_few_vectors   the experts in two launches: gate, up and activation; down and the sum
 
-The kernels of the experts choose by themselves, from logits.
+Given logits, each of the two launches of `moe_few_vectors` chooses the experts by itself.
 """
 
 from __future__ import annotations

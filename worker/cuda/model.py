@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from configs.progress import ProgressCallback
 from worker.cuda.device import Device
 from worker.cuda.gpu_step import BUCKETS, n_context_classes
 from worker.cuda.kernel_set import KernelSet
@@ -30,11 +31,10 @@ from worker.cuda.passing import MOST_READERS as PASSING_READERS
 from worker.cuda.passing import NOTHING, Passing, PassingWeights
 from worker.cuda.sampling import STEPS_IN_FLIGHT, SamplingBuffers, SamplingLimits
 from worker.cuda.step_inputs import DecodeInputs, InputLimits, PrefillInputs
-from worker.cuda.upload import Progress
 from worker.cuda.values import Rows, RowTable
 from worker.cuda.weights import PlacedWeights, part_bytes_for, passing_bytes, plan_weights, upload_bytes
 from worker.model.gguf import ModelFile
-from worker.ops.oplist import OpKind, OpList
+from worker.ops.oplist import AttentionInts, OpKind, OpList
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class StepLimits:
 def passing_caches(oplist: OpList, passing: Passing) -> frozenset[int]:
     """Numbers of the cache's layers that only pass through."""
     attentions = [op for op in oplist.ops if op.kind == OpKind.ATTENTION and op.layer in passing.layers]
-    return frozenset(op.ints[5] for op in attentions)
+    return frozenset(AttentionInts(*op.ints).kv_layer for op in attentions)
 
 
 def samples(oplist: OpList) -> bool:
@@ -147,7 +147,7 @@ class DeviceModel:
             oplist, self.kernels, self.buffers, self._weights.handles, self.cache, passing.layers
         ).launches()
 
-    def upload(self, readers: int, progress: Progress) -> None:
+    def upload(self, readers: int, progress: ProgressCallback) -> None:
         """Bring the weights to the device. Raises OSError when the file changes meanwhile."""
         started = time.monotonic()
         self.device.bind()

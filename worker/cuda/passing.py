@@ -1,7 +1,8 @@
-"""Layers that stay in RAM while a device computes their larger steps: their weights only pass through it.
+"""Weights of layers that live in RAM, brought to a device for each step that it computes in place of the CPU.
 
-They come from the page cache, layer by layer in the same order again and again, into one place that all of them share;
-nothing waits but a reader whose raw buffers are in use, so copies run beside the layers in front of them.
+A feed reads them from the page cache, layer by layer, over and over in the same order. Each layer is laid out in the
+one place that all of them share. Readers run ahead until all raw buffers are in use, so that the next layer is copied
+while a layer computes.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ BUFFERS = MOST_READERS = 8  # raw parts, and who reads them: with more readers a
 
 @dataclass(frozen=True)
 class Passing:
-    """What of an op list has no place of its own on a device: `layers`, in order, and rows of the embedding where
-    `embedding_rows` is not 0, which are looked up on the host, so many a step at most.
+    """What of a device's op list has no place of its own there: `layers`, in order, and the embedding where
+    `embedding_rows` is not 0. The host looks its rows up, at most so many a step.
     """
 
     layers: tuple[int, ...] = ()
@@ -61,7 +62,7 @@ class PassingWeights:
         self._take(is_wanted=True)
 
     def rewind(self) -> None:
-        """Let pass what is left of a round that ended early."""
+        """Skip what is left of a round that ended early: a feed only goes forward."""
         while self._next_layer or self._next_part:
             self._take(is_wanted=False)
 

@@ -18,7 +18,7 @@ from worker.cuda.router import choose_experts
 from worker.cuda.router_fold import FoldedRouter, RouterCall, can_fold, fold_router, folded_bytes
 from worker.cuda.values import FoldedNorm, Rows
 from worker.model.types import BY_NAME
-from worker.ops.oplist import OpKind, OpList
+from worker.ops.oplist import MoeInts, OpKind, OpList, RouterInts
 
 # A matrix that would take more than this as f16 (a head) is multiplied with its weights unpacked in the kernel instead.
 MOST_HALVES_BYTES = 256 << 20
@@ -50,8 +50,10 @@ class Products:
             if op.kind in (OpKind.LINEAR, OpKind.MOE):
                 rows = max_outputs if oplist.buffers[op.inputs[0]].is_output else max_tokens
                 matrices = tuple(matrix_shape(oplist, index) for index in op.weights)
-                shapes.add((op.kind, matrices, rows, op.ints[1]))
-        routed = max((op.ints[0] for op in oplist.ops if op.kind == OpKind.ROUTER), default=0)
+                n_used = MoeInts(*op.ints).n_used if op.kind == OpKind.MOE else 0
+                shapes.add((op.kind, matrices, rows, n_used))
+        routers = (RouterInts(*op.ints) for op in oplist.ops if op.kind == OpKind.ROUTER)
+        routed = max((ints.n_experts for ints in routers), default=0)
         added = max(
             (oplist.buffers[op.outputs[0]].width for op in oplist.ops if op.kind == OpKind.MOE), default=0
         )

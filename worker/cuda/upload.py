@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from configs.progress import ProgressCallback
 from worker.cuda.device import Device
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,6 @@ PIECE_BYTES = 4 << 20
 SLOTS = 2  # of a reader: one is being copied from while the other is filled
 LEAST_READERS, MOST_READERS = 4, 12  # some for a disk even on one core; more than 12 make it no faster
 RAW_BUFFERS = 6  # some arriving, one being laid out, the rest for readers that are ahead
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,12 @@ class Feed(Protocol):
 
 
 def upload(
-    device: Device, paths: list[str], parts: list[Part], raw_address: int, readers: int, progress: Progress
+    device: Device,
+    paths: list[str],
+    parts: list[Part],
+    raw_address: int,
+    readers: int,
+    progress: ProgressCallback,
 ) -> None:
     """Bring `parts` in order; done when this returns. Raises what the feed and the laying out raise."""
     total_bytes = sum(part.size_bytes for part in parts)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.progress import ProgressCallback
 from plans.units import TensorRef
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.lowering import DeviceWeights
@@ -18,7 +19,7 @@ from worker.cuda.memory import DeviceMemory, aligned
 from worker.cuda.passing import BUFFERS as PASSING_BUFFERS
 from worker.cuda.passing import NOTHING, Passing
 from worker.cuda.passing import PART_BYTES as PASSING_PART_BYTES
-from worker.cuda.upload import RAW_BUFFERS, Part, Progress, upload
+from worker.cuda.upload import RAW_BUFFERS, Part, upload
 from worker.cuda.values import RowTable
 from worker.model.gguf import ModelFile
 from worker.model.quants import dequantize
@@ -167,7 +168,7 @@ class PlacedWeights:
         place = self._base + self.plan.matrices[index]
         return _matrix_parts(_tensor(self._oplist, index), kernels, place, part_bytes)
 
-    def upload(self, raw_address: int, readers: int, progress: Progress) -> None:
+    def upload(self, raw_address: int, readers: int, progress: ProgressCallback) -> None:
         """Everything to its place, through `upload_bytes` of memory at `raw_address`. Raises OSError when the file
         changes meanwhile."""
         _upload_vectors(self._file, self._oplist, self.plan, self._base, self._memory)

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import msgspec
 
-from worker.protocol import Done, Generate, ProgressCallback, Scored, TokenEvent
+from configs.progress import ProgressCallback
+from worker.protocol import Done, Generate, Scored, TokenEvent
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

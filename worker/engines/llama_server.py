@@ -21,6 +21,7 @@ import httpx
 
 from configs.errors import EngineDiedError, EngineStartError, RequestFailedError
 from configs.parent import guarded
+from configs.progress import ProgressCallback
 from plans.host import resident_bytes
 from plans.placement import Placement
 from worker.client import ChildProcess, Deadlines
@@ -28,7 +29,7 @@ from worker.engines.base import Engine, EngineInfo
 from worker.engines.http_stream import event_objects
 from worker.engines.llama_answers import AnswerReader, completion_body
 from worker.engines.llama_command import LlamaProgram, command_line, find_program
-from worker.protocol import Done, Generate, ProgressCallback, Scored, TokenEvent
+from worker.protocol import Done, Generate, Scored, TokenEvent
 
 log = logging.getLogger("placewright.llama_server")
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from configs.progress import ProgressCallback
 from plans.placement import NATIVE, Placement
 from worker.client import Deadlines, WorkerClient
 from worker.engines.base import Engine, EngineInfo
-from worker.protocol import Done, Generate, Load, ProgressCallback, Score, Scored, TokenEvent
+from worker.protocol import Done, Generate, Load, Score, Scored, TokenEvent
 
 
 class NativeEngine(Engine):

@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 
 from configs.errors import EngineDiedError, EngineStartError, RequestFailedError
+from configs.progress import ProgressCallback
 from worker.client import Deadlines
 from worker.engines.base import Engine, EngineInfo, TextCodec
 from worker.engines.http_stream import event_objects
-from worker.protocol import Done, Generate, ProgressCallback, Scored, Timings, TokenEvent
+from worker.protocol import Done, Generate, Scored, Timings, TokenEvent
 
 
 class OpenAiEngine(Engine):

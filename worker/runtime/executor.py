@@ -14,8 +14,9 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from configs.progress import ProgressCallback
 from plans.placement import Placement
-from worker.protocol import ProgressCallback, SamplingParams
+from worker.protocol import SamplingParams
 
 DRAWN = -1
 """Stands for a token id that nobody knows yet: the one that the step before draws for the part of the same index."""

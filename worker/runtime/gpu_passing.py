@@ -18,7 +18,7 @@ from worker.cuda.step_inputs import PrefillInputs
 from worker.cuda.values import RowTable, StepShape
 from worker.model.gguf import ModelFile
 from worker.ops.batch import PAGE_TOKENS
-from worker.ops.oplist import Op, OpKind
+from worker.ops.oplist import AttentionInts, Op, OpKind
 from worker.ops.sections import RESIDUAL
 from worker.runtime.executor import CancelFlag, SampledToken, StepBatch, StepCancelled
 from worker.runtime.gpu_batch import PreparedStep
@@ -56,14 +56,16 @@ class PassingSection(CpuSection):
         self._pages = _Pages(model)
 
     def _layer(self, number: int, ops: tuple[Op, ...], launches: tuple[Launch, ...]) -> _Layer:
-        (attention,) = (op for op in ops if op.layer == number and op.kind == OpKind.ATTENTION)
-        own_ops, cache = self.executor.oplist.ops, self.executor.kv
-        (own,) = (op for op in own_ops if op.layer == number and op.kind == OpKind.ATTENTION)
+        ints, own, cache = (
+            _attention(ops, number),
+            _attention(self.executor.oplist.ops, number),
+            self.executor.kv,
+        )
         assert cache is not None
-        host = HostLayer(*cache.layer_memory(own.ints[5]), attention.ints[1], attention.ints[2])
+        host = HostLayer(*cache.layer_memory(own.kv_layer), ints.n_kv_heads, ints.head_dim)
         self.model.device.pin(host.address, host.size_bytes)
         own_launches = tuple(launch for launch in launches if launch.layer == number)
-        return _Layer(number, own_launches, self.model.cache.layers[attention.ints[5]], host)
+        return _Layer(number, own_launches, self.model.cache.layers[ints.kv_layer], host)
 
     def run(self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken] | None:
         """Raises StepCancelled, EngineError when weights can not be brought any more."""
@@ -124,6 +126,12 @@ class PassingSection(CpuSection):
         if self._embedding is not None:
             self._embedding.close()
         super().close()
+
+
+def _attention(ops: tuple[Op, ...], layer: int) -> AttentionInts:
+    """The attention of one layer."""
+    (op,) = (op for op in ops if op.layer == layer and op.kind == OpKind.ATTENTION)
+    return AttentionInts(*op.ints)
 
 
 def _layer_numbers(ops: tuple[Op, ...]) -> list[int]:

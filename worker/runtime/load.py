@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from configs.errors import EngineStartError
+from configs.progress import ProgressCallback, no_progress
 from plans.placement import PAGE_TOKENS, Placement
 from worker.cpu.library import load_library
 from worker.cpu.lowered import lowered_structs
@@ -14,7 +15,6 @@ from worker.model import archs
 from worker.model.gguf import ModelFile, open_model
 from worker.ops.lower import lower
 from worker.ops.oplist import OpList
-from worker.protocol import ProgressCallback
 from worker.runtime.executor import Executor
 from worker.runtime.step import NativeExecutor
 from worker.runtime.weights import load_weights
@@ -22,12 +22,8 @@ from worker.runtime.weights import load_weights
 KV_TYPES = {"f16": KvType.F16, "q8_0": KvType.Q8_0}
 
 
-def _silent(phase: str, done_bytes: int, total_bytes: int) -> None:
-    pass
-
-
 def load_executor(
-    model_path: str | Path, placement: Placement, progress: ProgressCallback = _silent
+    model_path: str | Path, placement: Placement, progress: ProgressCallback = no_progress
 ) -> Executor:
     """What the worker runs, chosen by the placement's devices.
 
@@ -42,7 +38,11 @@ def load_executor(
 
 
 def load_native(
-    model_path: str | Path, placement: Placement, *, max_outputs: int, progress: ProgressCallback = _silent
+    model_path: str | Path,
+    placement: Placement,
+    *,
+    max_outputs: int,
+    progress: ProgressCallback = no_progress,
 ) -> NativeExecutor:
     """Everything on the CPU, with a choice of how many rows of logits a step may have."""
     file = open_model(model_path)

@@ -9,16 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from configs.errors import EngineStartError
+from configs.progress import ProgressCallback, no_progress
 from plans.placement import Placement
 from worker.cuda.attention import prefill_tile_rows
-from worker.cuda.attention_values import Heads
+from worker.cuda.attention_values import attention_heads
 from worker.cuda.cuda_kernels import CudaKernels
 from worker.cuda.device import Device
 from worker.cuda.gpu_step import BUCKETS, bucket_for
 from worker.cuda.kernel_set import KernelSet
 from worker.cuda.model import DeviceModel, StepLimits
 from worker.cuda.passing import Passing
-from worker.cuda.upload import LEAST_READERS, MOST_READERS, Progress
+from worker.cuda.upload import LEAST_READERS, MOST_READERS
 from worker.model import archs
 from worker.model.gguf import ModelFile, open_model
 from worker.ops.batch import PAGE_TOKENS
@@ -39,16 +40,12 @@ DeviceFactory = Callable[[int], Device]
 KernelFactory = Callable[[Device], KernelSet]
 
 
-def _silent(phase: str, done_bytes: int, total_bytes: int) -> None:
-    pass
-
-
 def load_gpu(
     model_path: str | Path,
     placement: Placement,
     *,
     max_outputs: int,
-    progress: Progress = _silent,
+    progress: ProgressCallback = no_progress,
     make_device: DeviceFactory = cuda_device,
     make_kernels: KernelFactory = CudaKernels,
     warms_up: bool = True,
@@ -96,7 +93,7 @@ class _Loader:
         sections: tuple[Section, ...],
         n_pages: int,
         max_outputs: int,
-        progress: Progress,
+        progress: ProgressCallback,
     ) -> None:
         self.file, self.oplist, self.placement, self.sections = file, oplist, placement, sections
         self.n_pages, self.progress = n_pages, progress
@@ -216,5 +213,4 @@ def step_limits(placement: Placement, max_outputs: int) -> StepLimits:
 
 def tile_rows_of(oplist: OpList) -> int:
     """Query rows of a tile of prefill attention, right for every layer."""
-    shapes = {op.ints[:3] for op in oplist.ops if op.kind == OpKind.ATTENTION}
-    return min((prefill_tile_rows(Heads(*shape)) for shape in shapes), default=64)
+    return min(map(prefill_tile_rows, attention_heads(oplist)), default=64)

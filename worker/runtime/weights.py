@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.errors import ModelFileError
+from configs.progress import ProgressCallback
 from plans.units import TensorRef
 from worker.cpu.handles import Arena
 from worker.cpu.library import Library
@@ -24,7 +25,6 @@ from worker.model.gguf import ModelFile
 from worker.model.quants import dequantize
 from worker.model.types import BY_NAME
 from worker.ops.oplist import OpList, Weight
-from worker.protocol import ProgressCallback
 
 ALIGNMENT_BYTES = 64
 PACK_CHUNK_BYTES = 4 << 20  # one job of a packing thread
