@@ -15,7 +15,7 @@ import msgspec
 from configs.errors import PlanError
 from planner.cost import Prediction, predict, work_of
 from planner.gpu import gpu_candidates, predict_gpu
-from planner.memory import host_limit_bytes, kv_bytes, predict_memory, shortage
+from planner.memory import host_limit_bytes, kv_bytes, predict_memory, resident_need, shortage
 from plans.card import ModelCard
 from plans.machine import Host, MachineReport
 from plans.placement import CPU_ONLY, KvType, LoadMode, Placement
@@ -341,10 +341,12 @@ def _fitting(
         need = predict_memory(card, placement)
         if reason := _structural_reason(placement, workload, cores, limits):
             ledger.family("cost", reason, label_of(placement))
-        elif short := shortage(need, placement.load_mode, limit, limits.allow_storage_streaming):
+            continue
+        resident = resident_need(need, placement.load_mode, limits.allow_storage_streaming)
+        if short := shortage(resident, limit):
             ledger.one(label_of(placement), "memory", short)
-            if need.total_bytes < closest:
-                closest, words = need.total_bytes, short
+            if resident.total_bytes < closest:
+                closest, words = resident.total_bytes, short
         else:
             prediction = predict(card, work, placement, report, workload.mix)
             candidates.append(Candidate(label_of(placement), placement, need, prediction))
@@ -367,8 +369,8 @@ def _fitting_on_gpus(
         considered += 1
         label, placement = label_of(item.placement), item.placement
         limit = host_limit_bytes(report, limits)
-        short = shortage(item.host_need, placement.load_mode, limit, limits.allow_storage_streaming)
-        if short:
+        resident = resident_need(item.host_need, placement.load_mode, limits.allow_storage_streaming)
+        if short := shortage(resident, limit):
             ledger.one(label, "memory", short)
             continue
         prediction = predict_gpu(card, item, report, workload.mix)
