@@ -159,6 +159,8 @@ def print_outcome(outcome: pipeline.Outcome, json: bool) -> None:
         )
     if json:
         emit_json(plan_builtins(plan))
+        if plan.evidence.undecided:
+            say(show.undecided_text(plan))
     else:
         emit(show.plan_text(plan))
         say(f"\nserve it with: placewright serve {plan.id[:12]}")

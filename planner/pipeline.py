@@ -182,6 +182,7 @@ async def race(
         concurrency=workload.concurrency,
         budget_s=request.budget_s,
         seed=request.seed,
+        engines=check_engines(card, request),
     )
     gpu_limits = tuple(cap_bytes(gpu, request.limits) for gpu in report.gpus)
     pool = EnginePool(
@@ -233,6 +234,7 @@ def build_plan(
             seed=request.seed,
             candidates=selection.results,
             trials=measurement.trials,
+            undecided=selection.undecided,
         ),
         rejected=(*found.rejected, *measurement.rejected, *selection.rejected),
     )
