@@ -36,7 +36,7 @@ def _count(rows: Iterable[Rejected]) -> int:
 
 def _kinds(plan: Plan) -> list[list[Rejected]]:
     """Rejections of one stage whose reasons differ in nothing but numbers and names of candidates."""
-    labels = {row.candidate for row in (*plan.rejected, *plan.evidence.candidates)}
+    labels = {row.candidate for row in plan.rejected} | {row.candidate for row in plan.evidence.candidates}
     longest_first = "|".join(re.escape(label) for label in sorted(labels, key=len, reverse=True))
     label_pattern = re.compile(longest_first)
     groups: dict[tuple[str, str], list[Rejected]] = {}
