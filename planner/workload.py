@@ -16,6 +16,7 @@ from configs.settings import SMALLEST_CONTEXT_TOKENS
 from plans.card import ModelCard
 from plans.placement import KvType
 from plans.plan import Limits, RequestMix, Workload
+from worker.model.metadata import MOST_WHOLE
 
 MIX = RequestMix(prompt_tokens=512, output_tokens=128)
 MOST_SEQUENCES = 256
@@ -43,9 +44,9 @@ def check_context(card: ModelCard, asked: int | None, default_tokens: int) -> in
     longest = card.context_length_tokens
     if asked is None:
         return min(default_tokens, longest or default_tokens)
-    if asked < SMALLEST_CONTEXT_TOKENS:
+    if not SMALLEST_CONTEXT_TOKENS <= asked <= MOST_WHOLE:
         raise PlanError(
-            f"--ctx {asked} is too small; the smallest context is {SMALLEST_CONTEXT_TOKENS} tokens"
+            f"--ctx {asked} is out of range; use {SMALLEST_CONTEXT_TOKENS} to {longest or MOST_WHOLE}"
         )
     if longest is not None and asked > longest:
         raise PlanError(
