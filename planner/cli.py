@@ -211,7 +211,7 @@ def engines_command(json: flags.Json = False) -> None:
         emit_json(offers)
         return
     rows = [
-        (offer.name, offer.kind, offer.version or "n/a", offer.location or "can not be used")
+        (offer.name, offer.kind, offer.version or "n/a", offer.location or "cannot be used")
         for offer in offers
     ]
     emit(show.table(("engine", "kind", "version", "where"), rows))

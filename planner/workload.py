@@ -73,7 +73,7 @@ def mix_for(context_length_tokens: int) -> RequestMix:
 
 
 def make_workload(card: ModelCard, request: PlanRequest, prompts_sha256: str = "") -> Workload:
-    """Raises PlanError for a request that this model can not meet."""
+    """Raises PlanError for a request that this model cannot meet."""
     if not 1 <= request.concurrency <= MOST_SEQUENCES:
         raise PlanError(f"--concurrency {request.concurrency} is out of range; use 1 to {MOST_SEQUENCES}")
     context = check_context(card, request.context_length_tokens, request.default_context_length_tokens)

@@ -189,7 +189,7 @@ def test_doctor_finds_plans_that_can_not_be_read(folders: Path, capsys: pytest.C
     folders.parent.mkdir(parents=True)
     folders.touch()
     assert placewright.run(["doctor"]) == 1
-    assert "FAIL  plans: can not read the folder of plans" in capsys.readouterr().out
+    assert "FAIL  plans: cannot read the folder of plans" in capsys.readouterr().out
 
 
 def test_doctor_finds_broken_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_engines_that_can_not_be_used_say_why_below_the_table(
     monkeypatch.setattr(cli.engines, "offers", lambda settings: (offer,))
     assert placewright.run(["engines"]) == 0
     said = capsys.readouterr()
-    assert "can not be used" in said.out and max(map(len, said.out.splitlines())) < 80
+    assert "cannot be used" in said.out and max(map(len, said.out.splitlines())) < 80
     assert "run scripts/install" in said.err
 
 

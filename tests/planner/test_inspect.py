@@ -102,7 +102,7 @@ def test_an_unknown_tokenizer_is_told(tmp_path: Path) -> None:
     path.write_bytes(content.replace(b"gpt-2", b"gpt-x"))
     card = read_card(path)
     assert card.tokenizer_reason is not None and "tokenizer.ggml.pre is 'gpt-x'" in card.tokenizer_reason
-    assert "can not be used" in card_text(card)
+    assert "cannot be used" in card_text(card)
 
 
 def test_a_name_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
