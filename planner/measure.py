@@ -99,6 +99,7 @@ class _Race:
         self.trials: list[Trial] = []
         self.rejected: list[Rejected] = []
         self.unjudged: list[str] = []
+        self.given_up: list[str] = []  # after one warm trial
         self.random = random.Random(task.seed)
         self.best_wall_s = float("inf")
         self.lengths = task.lengths
@@ -207,6 +208,7 @@ class _Race:
         """A slow first trial may be page faults and warming up; a slow second one is the candidate."""
         trial = await self.trial(candidate, "train", 0, cold=False)
         if trial is not None and (ratio := self.score(trial) / best_s) > HOPELESS_RATIOS[1]:
+            self.given_up.append(candidate.label)
             await self.pool.drop(candidate)
             self.drop(
                 candidate, "measure", f"{ratio:.2f} times the leader's time, warm, before the first round"
@@ -351,6 +353,8 @@ async def measure(
     await _keep_two(race, searched.by_budget)
     confirmed = await _repeat(race, "heldout", task.budget_s)
     _check_some_left(race)
+    if confirmed.by_budget and len(race.alive) == 1:  # one trial against as few is no verdict
+        race.unjudged += race.given_up
     return Measurement(
         trials=tuple(race.trials),
         rejected=tuple(race.rejected),

@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import typer.main
 
@@ -164,6 +165,19 @@ def test_plan_turns_flags_into_one_request(
     output = capsys.readouterr()
     assert json.loads(output.out)["workload"]["concurrency"] == 1
     assert "--replan measures again" in output.err
+
+
+def test_what_the_budget_left_open_is_said_beside_the_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = sample_plan()
+    evidence = msgspec.structs.replace(plan.evidence, undecided=("native d1",))
+    outcome = Outcome(card(), msgspec.structs.replace(plan, evidence=evidence), False, None)
+    monkeypatch.setattr(cli.pipeline, "make_plan", lambda *_: outcome)
+    assert placewright.run(["plan", "m.gguf", "--json"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["evidence"]["undecided"] == ["native d1"]
+    assert "could be told apart from native d1" in output.err and "larger --budget-s" in output.err
 
 
 def test_interrupts_are_130_and_said(

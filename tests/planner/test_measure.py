@@ -344,6 +344,16 @@ def test_a_budget_that_ends_before_a_verdict_leaves_the_others_undecided() -> No
     assert set(selection.undecided) == others
 
 
+def test_one_trial_each_is_no_verdict_when_the_budget_ends() -> None:
+    candidates = (candidate(decode_threads=4), candidate(decode_threads=1))
+    farm = EngineFarm(lambda item: (5.0, 2.0) if item.decode_threads == 4 else (5 / 6, 2 / 6))
+    hasty = chosen(candidates, run(farm, candidates, budget_s=98.0))
+    assert hasty.undecided == (candidates[1].label,)
+    assert hasty.because.startswith("the only one that the budget had time for")
+    patient = chosen(candidates, run(EngineFarm(farm.speeds), candidates, budget_s=200.0))
+    assert patient.undecided == () and patient.because == "the only candidate left"
+
+
 def test_a_clear_winner_within_a_short_budget_leaves_nothing_undecided() -> None:
     candidates = (candidate(decode_threads=1), candidate(decode_threads=2))
     measurement = run(EngineFarm(by_threads({1: 20.0, 2: 40.0})), candidates, budget_s=12.0)
