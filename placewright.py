@@ -36,10 +36,21 @@ def make_app() -> typer.Typer:
     return app
 
 
+def dispatch(arguments: list[str]) -> None:
+    """Runs one command line. Help texts are written by Typer: where stdout takes none, that is a user's error too."""
+    from planner.output import flush_stdout
+
+    try:
+        make_app()(arguments, prog_name="placewright")
+    except (OSError, SystemExit):
+        flush_stdout()
+        raise
+
+
 def run(arguments: list[str]) -> int:
     """Runs one command line and returns its exit code; a user's error becomes one line on stderr."""
     try:
-        make_app()(arguments, prog_name="placewright")
+        dispatch(arguments)
     except PlacewrightError as error:
         print(f"placewright: {printable(str(error))}", file=sys.stderr)
         return error.exit_code

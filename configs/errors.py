@@ -5,7 +5,7 @@
         ModelFileError          the model file is broken, incomplete or not supported
         SettingsError           a settings file, variable or flag is wrong
         PlanError               a plan is missing, ambiguous, damaged or does not hold here
-        RequestError            a request can not be served as asked; carries an API error code
+        RequestError            a request cannot be served as asked; carries an API error code
       EngineError               an engine failed
         EngineStartError        it never became ready
         EngineDiedError         the process is gone or stopped answering
@@ -39,7 +39,7 @@ class UserError(PlacewrightError):
 
 
 class ModelFileError(UserError):
-    """The model file can not be read or is not supported."""
+    """The model file cannot be read or is not supported."""
 
 
 class SettingsError(UserError):
@@ -51,7 +51,7 @@ class PlanError(UserError):
 
 
 class RequestError(UserError):
-    """A request that can not be served as asked.
+    """A request that cannot be served as asked.
 
     `code` is the OpenAI error code (for example `context_length_exceeded`), `param` the field at fault,
     `status` the HTTP status, `details` extra numbers for the error body.

@@ -1,4 +1,4 @@
-"""Children that can not outlive their parent, whatever ends it.
+"""Children that cannot outlive their parent, whatever ends it.
 
 `die_with_parent` is called by our own worker. Programs of others are started through this file, which makes
 the same promise and then becomes the program: `python parent.py PARENT_PID PROGRAM ARGUMENTS...`. It

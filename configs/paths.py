@@ -53,7 +53,7 @@ def settings_file() -> Path:
 
 
 def usable_folder(folder: Path, variable: str) -> Path:
-    """`folder`, made where it was missing. Raises SettingsError, naming `variable`, where files can not be made."""
+    """`folder`, made where it was missing. Raises SettingsError, naming `variable`, where files cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -63,7 +63,7 @@ def usable_folder(folder: Path, variable: str) -> Path:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise SettingsError(
-            f"can not write to {folder}: {error.strerror}; check permissions and space, or point {variable} elsewhere"
+            f"cannot write to {folder}: {error.strerror}; check permissions and space, or point {variable} elsewhere"
         ) from error
     return folder
 

@@ -159,6 +159,8 @@ def print_outcome(outcome: pipeline.Outcome, json: bool) -> None:
         )
     if json:
         emit_json(plan_builtins(plan))
+        if plan.evidence.undecided:
+            say(show.undecided_text(plan))
     else:
         emit(show.plan_text(plan))
         say(f"\nserve it with: placewright serve {plan.id[:12]}")
@@ -209,7 +211,7 @@ def engines_command(json: flags.Json = False) -> None:
         emit_json(offers)
         return
     rows = [
-        (offer.name, offer.kind, offer.version or "n/a", offer.location or "can not be used")
+        (offer.name, offer.kind, offer.version or "n/a", offer.location or "cannot be used")
         for offer in offers
     ]
     emit(show.table(("engine", "kind", "version", "where"), rows))

@@ -136,7 +136,7 @@ def _existing(folder: Path) -> Path:
 def _folder(name: str, folder: Path, variable: str) -> Check:
     there = _existing(folder)
     if not os.access(there, os.W_OK | os.X_OK):
-        return Check(name, "failed", f"{there} can not be written", f"set {variable} to a folder that can")
+        return Check(name, "failed", f"{there} cannot be written", f"set {variable} to a folder that can")
     free = shutil.disk_usage(there).free
     found = f"{folder}, {free / (1 << 30):.1f} GiB free"
     if free < _ENOUGH_DISK_BYTES:

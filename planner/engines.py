@@ -30,7 +30,7 @@ _VERSION_TIMEOUT_S = 20.0
 
 
 class EngineOffer(msgspec.Struct, frozen=True):
-    """One engine by name. `reason`: why it can not be used, None when it can."""
+    """One engine by name. `reason`: why it cannot be used, None when it can."""
 
     name: str
     kind: str
@@ -101,7 +101,7 @@ def program_version(program: str) -> str | None:
 
 
 def builds_of(names: tuple[str, ...], settings: Settings) -> tuple[EngineBuild, ...]:
-    """The builds of these engines. Raises PlanError for a name that is unknown or can not be used, with a remedy."""
+    """The builds of these engines. Raises PlanError for a name that is unknown or cannot be used, with a remedy."""
     known = {offer.name: offer for offer in offers(settings)}
     return tuple(_build(name, known) for name in names)
 
@@ -113,7 +113,7 @@ def _build(name: str, known: dict[str, EngineOffer]) -> EngineBuild:
             f"there is no engine {name!r}; known are {', '.join(known)} (see `placewright engines`)"
         )
     if offer.reason is not None:
-        raise PlanError(f"engine {name} can not be used: {offer.reason}; {offer.remedy}")
+        raise PlanError(f"engine {name} cannot be used: {offer.reason}; {offer.remedy}")
     if name == NATIVE:
         return native_build(placewright_version())
     if offer.kind == "openai":

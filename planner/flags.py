@@ -49,7 +49,8 @@ BudgetS = Annotated[
     float | None,
     typer.Option(
         "--budget-s",
-        help="Seconds for timing candidates, starts of engines included; probing and hashing, once a machine and a "
+        help="Most seconds for timing candidates, starts of engines included. Timing ends as soon as it is clear which "
+        "one is chosen, usually after a fraction of the default. Probing and hashing, once a machine and a "
         "file, come on top. When it ends, the first engine may still start and the running trial has 5 s left. "
         f"Default: {_DEFAULTS.tuning_budget_s:.0f}.",
     ),

@@ -35,7 +35,7 @@ _GROUPS = (  # first match names the group of a tensor where there are no units 
 
 
 def _native_reason(file: ModelFile) -> tuple[tuple[Unit, ...], str | None]:
-    """The units, or why the native engine can not run this file."""
+    """The units, or why the native engine cannot run this file."""
     try:
         units = archs.units(file)
     except ModelFileError as error:
@@ -49,7 +49,7 @@ def _native_reason(file: ModelFile) -> tuple[tuple[Unit, ...], str | None]:
 
 
 def _tokenizer_reason(file: ModelFile) -> str | None:
-    """Why its text can not be turned into tokens; the vocabulary itself is not read for it."""
+    """Why its text cannot be turned into tokens; the vocabulary itself is not read for it."""
     try:
         check_tokenizer_kind(file.metadata)
     except ModelFileError as error:

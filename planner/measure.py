@@ -1,7 +1,8 @@
 """Times the finalists on real prompts, interleaved and repeated until they separate or the budget ends.
 
 A round gives every remaining candidate the same passage, in random order. After each round the ones that are
-slower than the leader beyond doubt are dropped with their numbers. The last two go on with held-out prompts.
+slower than the leader beyond doubt are dropped with their numbers. The last two go on with held-out prompts, until
+it is clear which of them a plan is made of: the faster one, or of two equals the one that takes less.
 
 The budget bounds it all, starts of engines included: nothing begins that is not expected to end within it, and a
 trial that runs nevertheless when it ends is stopped `OVERTIME_S` later. Only the first engine is always started.
@@ -10,7 +11,7 @@ trial that runs nevertheless when it ends is stopped `OVERTIME_S` later. Only th
 from __future__ import annotations
 
 import random
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -36,6 +37,10 @@ MOST_ROUNDS = 40
 CONFIRM_SHARE = 0.25  # of the budget, kept for the held-out prompts of the last two
 OVERTIME_S = 5.0
 TIE_RATIO = 1.015  # two candidates closer than this are equal for a user
+CLOSE_ROUNDS, CLOSE_RATIO = (
+    10,
+    1.05,
+)  # so many rounds that show no difference, and exclude one of this size, are enough
 HOPELESS_COLD_RATIO = 2.5  # slower than this in the first trial, page faults and all: timed once more, warm
 HOPELESS_RATIOS = {1: 2.5, 2: 1.5}  # the same for warm rounds, while there are too few for an interval
 _TRIAL_LIMIT_RATIO = 4.0  # a trial is stopped at this multiple of the best one
@@ -55,16 +60,30 @@ class MeasureTask(msgspec.Struct, frozen=True):
     concurrency: int
     budget_s: float
     seed: int
+    engines: tuple[str, ...]  # the one named first wins ties
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """`order`: candidates that were never dropped, fastest first by the warm trials."""
+    """`order`: candidates that were never dropped, fastest first by the warm trials.
+
+    `unjudged`: those that the budget left without a trial or a verdict, and that are not in `order`.
+    `budget_ended`: before the last two were told apart on held-out prompts.
+    """
 
     trials: tuple[Trial, ...]
     rejected: tuple[Rejected, ...]
     order: tuple[str, ...]
     decided: str
     spent_s: float
+    unjudged: tuple[str, ...] = ()
+    budget_ended: bool = False
+
+
+class _Ending(NamedTuple):
+    """Why a phase of rounds ended."""
+
+    words: str
+    by_budget: bool = False
 
 
 class _Race:
@@ -79,6 +98,8 @@ class _Race:
         self.alive: list[Candidate] = []
         self.trials: list[Trial] = []
         self.rejected: list[Rejected] = []
+        self.unjudged: list[str] = []
+        self.given_up: list[str] = []  # after one warm trial
         self.random = random.Random(task.seed)
         self.best_wall_s = float("inf")
         self.lengths = task.lengths
@@ -134,6 +155,7 @@ class _Race:
         except (EngineError, MeasureError) as error:
             if isinstance(error, TrialTimeoutError) and self.spent_s() > self.task.budget_s:
                 if cold:
+                    self.unjudged.append(candidate.label)
                     self.drop(candidate, "measure", f"the budget ended in its first trial ({error})")
                 return None
             await self.pool.drop(candidate)
@@ -166,6 +188,7 @@ class _Race:
         for number, candidate in enumerate(self.task.candidates):
             began_s = self.spent_s()
             if number and not self.fits(first_s, self.task.budget_s * (1 - CONFIRM_SHARE)):
+                self.unjudged.append(candidate.label)
                 self.rejected.append(Rejected(candidate.label, "measure", "the budget ended before its turn"))
                 continue
             self.alive.append(candidate)
@@ -185,6 +208,7 @@ class _Race:
         """A slow first trial may be page faults and warming up; a slow second one is the candidate."""
         trial = await self.trial(candidate, "train", 0, cold=False)
         if trial is not None and (ratio := self.score(trial) / best_s) > HOPELESS_RATIOS[1]:
+            self.given_up.append(candidate.label)
             await self.pool.drop(candidate)
             self.drop(
                 candidate, "measure", f"{ratio:.2f} times the leader's time, warm, before the first round"
@@ -239,8 +263,20 @@ class _Race:
         words = f"{interval.ratio:.3f}{ends} times {leader.label} over {interval.n} rounds"
         self.drop(candidate, "measure", words)
 
-    async def drop_slower(self, split: Split) -> bool:
-        """Drops what is slower beyond doubt. True when nothing is left open: one candidate, or all judged."""
+    async def is_settled(self, split: Split) -> bool:
+        """Drops what is slower beyond doubt. True when nothing is left open: of many candidates all are judged; two
+        are done with the search prompts, and with the held-out ones when it is clear which of them wins."""
+        if len(self.alive) > 2:
+            return await self._drop_slower(split) or len(self.alive) <= 2
+        return len(self.alive) < 2 or split == "train" or self._is_pair_settled(split)
+
+    def _is_pair_settled(self, split: Split) -> bool:
+        one, other = self.alive
+        modest, rival = (one, other) if wins_ties(one, other, self.task.engines) else (other, one)
+        return settles(self.against(modest.label, rival.label, split))
+
+    async def _drop_slower(self, split: Split) -> bool:
+        """True when every candidate is judged."""
         leader, *others = self.ranking(split)
         settled = True
         for candidate in others:
@@ -251,6 +287,13 @@ class _Race:
             if interval is not None and verdict == "slower" and len(self.alive) > 2:
                 await self._lost(candidate, leader, interval)
         return settled
+
+
+def wins_ties(one: Candidate, other: Candidate, engines: tuple[str, ...]) -> bool:
+    """Whether `one` is chosen where speed does not decide: its engine is named first, or it takes less."""
+    if one.placement.engine != other.placement.engine:
+        return engines.index(one.placement.engine) < engines.index(other.placement.engine)
+    return one.thrift < other.thrift
 
 
 def _trial_name(split: Split, number: int, cold: bool) -> str:
@@ -270,17 +313,32 @@ def judge(interval: Interval | None) -> Literal["slower", "equal", "open"]:
     return "equal" if interval.high <= TIE_RATIO else "open"
 
 
-async def _repeat(race: _Race, split: Split, until_s: float) -> str:
+def settles(interval: Interval | None) -> bool:
+    """Whether the ratio of the one that wins ties to its rival says which is chosen.
+
+    It loses when it is slower. It wins already when it is not noticeably slower, however much faster it may be.
+    """
+    if interval is None:
+        return False
+    if interval.n < FEWEST_ROUNDS or interval.low is None or interval.high is None:
+        most = HOPELESS_RATIOS.get(interval.n, 1.5)
+        return not 1 / most <= interval.ratio <= most
+    if judge(interval) != "open":
+        return True
+    return interval.n >= CLOSE_ROUNDS and interval.high <= CLOSE_RATIO
+
+
+async def _repeat(race: _Race, split: Split, until_s: float) -> _Ending:
     """Rounds until the candidates separate, are equal, or the time is up; says which."""
     for number in range(1, MOST_ROUNDS + 1):
         if not race.fits(sum(map(race.cost_s, race.alive)), until_s):
-            return f"the budget ended after {number - 1} rounds"
+            return _Ending(f"the budget ended after {number - 1} rounds", by_budget=True)
         await race.round(split, number)
         if not race.alive:
-            return "every candidate failed"
-        if await race.drop_slower(split) and number >= FEWEST_TO_SETTLE:
-            return f"separated after {number} rounds"
-    return f"still not separated after {MOST_ROUNDS} rounds"
+            return _Ending("every candidate failed")
+        if await race.is_settled(split) and number >= FEWEST_TO_SETTLE:
+            return _Ending(f"settled after {number} rounds")
+    return _Ending(f"still not settled after {MOST_ROUNDS} rounds")
 
 
 async def measure(
@@ -290,17 +348,21 @@ async def measure(
     race = _Race(task, material, pool, reporter, clock)
     await race.qualify()
     if race.alive:
-        decided = await _repeat(race, "train", task.budget_s * (1 - CONFIRM_SHARE))
+        searched = await _repeat(race, "train", task.budget_s * (1 - CONFIRM_SHARE))
     _check_some_left(race)
-    await _keep_two(race)
+    await _keep_two(race, searched.by_budget)
     confirmed = await _repeat(race, "heldout", task.budget_s)
     _check_some_left(race)
+    if confirmed.by_budget and len(race.alive) == 1:  # one trial against as few is no verdict
+        race.unjudged += race.given_up
     return Measurement(
         trials=tuple(race.trials),
         rejected=tuple(race.rejected),
         order=tuple(candidate.label for candidate in race.ranking("heldout", "train", "cold")),
-        decided=f"search prompts: {decided}; held-out prompts: {confirmed}",
+        decided=f"search prompts: {searched.words}; held-out prompts: {confirmed.words}",
         spent_s=round(race.spent_s(), 3),
+        unjudged=tuple(race.unjudged),
+        budget_ended=confirmed.by_budget,
     )
 
 
@@ -315,12 +377,14 @@ def _check_some_left(race: _Race) -> None:
     raise MeasureError(f"no candidate works: {_reasons(race.rejected)}")
 
 
-async def _keep_two(race: _Race) -> None:
-    """The two fastest go on; the others are told what they lost by."""
+async def _keep_two(race: _Race, by_budget: bool) -> None:
+    """The two fastest go on; the others are told what they lost by. `by_budget`: what ended the rounds."""
     leader, *others = race.ranking("train", "cold")
     for candidate in others[1:]:
         interval = race.against(candidate.label, leader.label, "train")
         ratio = f"{interval.ratio:.3f} times {leader.label}" if interval else "no common round"
+        if by_budget and judge(interval) == "open":
+            race.unjudged.append(candidate.label)
         await race.pool.drop(candidate)
         race.drop(candidate, "measure", f"not among the last two: {ratio}")
 

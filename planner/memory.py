@@ -7,6 +7,8 @@ is an upper estimate. Mapped weights are page cache: they need room to be fast, 
 
 from __future__ import annotations
 
+import msgspec
+
 from plans.card import ModelCard
 from plans.machine import MachineReport
 from plans.placement import NATIVE, PAGE_TOKENS, KvType, Placement
@@ -78,14 +80,19 @@ def _mib(count: int) -> str:
     return f"{count / (1 << 20):,.0f} MiB"
 
 
-def shortage(need: MemoryNeed, load_mode: str, limit_bytes: int, storage_streaming: bool) -> str | None:
-    """Why a need does not fit, with numbers, or None. Streamed weights need no room of their own."""
+def resident_need(need: MemoryNeed, load_mode: str, storage_streaming: bool) -> MemoryNeed:
+    """What must have room in RAM: streamed weights need none of their own."""
     streams = storage_streaming and load_mode == "mmap"
-    needed = need.total_bytes - (need.weights_bytes if streams else 0)
-    if needed <= limit_bytes:
+    return msgspec.structs.replace(need, weights_bytes=0) if streams else need
+
+
+def shortage(resident: MemoryNeed, limit_bytes: int) -> str | None:
+    """Why a resident need does not fit, with numbers, or None. The parts make the sum."""
+    if resident.total_bytes <= limit_bytes:
         return None
+    weights = f"weights {_mib(resident.weights_bytes)}" if resident.weights_bytes else "weights streamed"
     return (
-        f"needs {_mib(needed)} of RAM (weights {_mib(need.weights_bytes)}, KV {_mib(need.kv_bytes)}, "
-        f"workspace {_mib(need.workspace_bytes)}), may use {_mib(limit_bytes)}: "
-        f"{_mib(needed - limit_bytes)} short"
+        f"needs {_mib(resident.total_bytes)} of RAM ({weights}, KV {_mib(resident.kv_bytes)}, "
+        f"workspace {_mib(resident.workspace_bytes)}), may use {_mib(limit_bytes)}: "
+        f"{_mib(resident.total_bytes - limit_bytes)} short"
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -15,16 +17,31 @@ from configs.errors import PlacewrightError
 def emit(text: str) -> None:
     """A result on stdout, with escapes for what its encoding lacks. A reader that went is no error.
 
-    Raises PlacewrightError where it can not be written.
+    Raises PlacewrightError where it cannot be written.
     """
-    try:
+    if sys.stdout is None:  # closed by the shell, `>&-`
+        raise PlacewrightError("cannot write the result to stdout: it is closed")
+    with _unwritable_is_an_error():
         print(_encodable(text.rstrip("\n"), "backslashreplace"), flush=True)
+
+
+def flush_stdout() -> None:
+    """Writes what others printed, such as a help text. Raises PlacewrightError where it cannot be written."""
+    if sys.stdout is not None:
+        with _unwritable_is_an_error():
+            sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _unwritable_is_an_error() -> Iterator[None]:
+    try:
+        yield
     except BrokenPipeError:
         raise
     except OSError as error:
         # What is still buffered would fail once more when the interpreter ends, with words of its own.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise PlacewrightError(f"can not write the result to stdout: {error.strerror}") from error
+        raise PlacewrightError(f"cannot write the result to stdout: {error.strerror}") from error
 
 
 def emit_json(value: Any) -> None:

@@ -44,7 +44,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def make_plan(request: PlanRequest, context: Context) -> Outcome:
-    """Raises UserError for requests that can not be met, MeasureError when no candidate works."""
+    """Raises UserError for requests that cannot be met, MeasureError when no candidate works."""
     context.reporter.stage(f"inspect {request.model_path}")
     card = read_card(request.model_path)
     engines = check_engines(card, request)
@@ -121,7 +121,7 @@ def gpu_absence(report: MachineReport) -> str:
 
 
 def check_engines(card: ModelCard, request: PlanRequest) -> tuple[str, ...]:
-    """The engines to consider, in order of preference. Raises PlanError when native is asked for and can not."""
+    """The engines to consider, in order of preference. Raises PlanError when native is asked for and cannot."""
     engines = request.limits.engines or (NATIVE,)
     if NATIVE not in engines or card.supported:
         return engines
@@ -129,14 +129,14 @@ def check_engines(card: ModelCard, request: PlanRequest) -> tuple[str, ...]:
     if others:
         return others
     raise PlanError(
-        f"{card.name} can not run on the native engine: {card.native_reason}; try --engines llama-server"
+        f"{card.name} cannot run on the native engine: {card.native_reason}; try --engines llama-server"
     )
 
 
 def refuse_early(
     card: ModelCard, workload: Workload, engines: tuple[str, ...], request: PlanRequest, context: Context
 ) -> None:
-    """What can not fit or be met is refused in a second, not after minutes of hashing and measuring."""
+    """What cannot fit or be met is refused in a second, not after minutes of hashing and measuring."""
     if card.tokenizer_reason:
         raise ModelFileError(f"{card.name}: {card.tokenizer_reason}")
     context.builds(engines, context.settings)
@@ -182,6 +182,7 @@ async def race(
         concurrency=workload.concurrency,
         budget_s=request.budget_s,
         seed=request.seed,
+        engines=check_engines(card, request),
     )
     gpu_limits = tuple(cap_bytes(gpu, request.limits) for gpu in report.gpus)
     pool = EnginePool(
@@ -233,6 +234,7 @@ def build_plan(
             seed=request.seed,
             candidates=selection.results,
             trials=measurement.trials,
+            undecided=selection.undecided,
         ),
         rejected=(*found.rejected, *measurement.rejected, *selection.rejected),
     )

@@ -50,7 +50,7 @@ def load_report(file: Path) -> MachineReport | None:
 
 
 def unmeasured(here: Host) -> MachineReport:
-    """A report without rates: enough to refuse what can not work, before anything is measured."""
+    """A report without rates: enough to refuse what cannot work, before anything is measured."""
     return MachineReport(
         report_version=REPORT_VERSION,
         host=here,
@@ -80,7 +80,7 @@ def probe_machine(here: Host, reprobe: bool, reporter: Reporter) -> MachineRepor
     others = Bystanders()
     report = run_probe(reporter)
     report = msgspec.structs.replace(report, host=here, others_cpu_share=others.share())
-    with contextlib.suppress(OSError):  # a cache that can not be written costs time only
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
         write_atomically(file, msgspec.json.encode(report))
     reporter.note(f"measured in {report.probe_s:.1f} s")
     _note_disturbance(report, reporter)

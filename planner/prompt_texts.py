@@ -115,8 +115,8 @@ def from_data_set(name: str) -> list[PromptText]:
         ) from error
     try:
         loaded = datasets.load_from_disk(name) if _is_saved(name) else datasets.load_dataset(name)
-    except Exception as error:  # whatever the library raises, the reason is that this name can not be loaded
-        raise UserError(f"--prompts hf:{name} can not be loaded: {error}") from error
+    except Exception as error:  # whatever the library raises, the reason is that this name cannot be loaded
+        raise UserError(f"--prompts hf:{name} cannot be loaded: {error}") from error
     table = _one_table(loaded)
     rows = (table[index] for index in range(min(len(table), _HF_MOST_ROWS)))
     return _split_alternately((f"{name}:{index}", _row_text(row)) for index, row in enumerate(rows))

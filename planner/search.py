@@ -15,7 +15,7 @@ import msgspec
 from configs.errors import PlanError
 from planner.cost import Prediction, predict, work_of
 from planner.gpu import gpu_candidates, predict_gpu
-from planner.memory import host_limit_bytes, kv_bytes, predict_memory, shortage
+from planner.memory import host_limit_bytes, kv_bytes, predict_memory, resident_need, shortage
 from plans.card import ModelCard
 from plans.machine import Host, MachineReport
 from plans.placement import CPU_ONLY, NATIVE, KvType, LoadMode, Placement
@@ -26,7 +26,7 @@ LOAD_MODES: tuple[LoadMode, ...] = ("packed", "mmap")
 # Predictions of one kernel family rank well but are off by up to this factor in absolute terms, so a
 # candidate that is predicted slower than this against the best of its engine is not measured.
 PRUNE_RATIO = 1.5
-# Below this the prediction can not tell two candidates apart; the one that takes less stands for both.
+# Below this the prediction cannot tell two candidates apart; the one that takes less stands for both.
 NOISE_RATIO = 1.02
 
 
@@ -77,7 +77,7 @@ def check_limits(here: Host, limits: Limits) -> None:
     cores = here.cpus[0].cores_available
     if limits.threads is not None and not 1 <= limits.threads <= cores:
         raise PlanError(
-            f"--threads {limits.threads} can not be met: this process may use {cores} cores; use 1 to {cores}"
+            f"--threads {limits.threads} cannot be met: this process may use {cores} cores; use 1 to {cores}"
         )
     if limits.ubatch_tokens is not None and not 1 <= limits.ubatch_tokens <= 8192:
         raise PlanError(f"--ubatch {limits.ubatch_tokens} is out of range; use 1 to 8192 (usual: 64 to 1024)")
@@ -245,7 +245,7 @@ def _kind(placement: Placement) -> tuple[object, ...]:
 
 
 def _prune_equals(candidates: list[Candidate], cores: int, ledger: _Ledger) -> list[Candidate]:
-    """Where the prediction can not tell two apart, the one with fewer threads and bytes stands for both.
+    """Where the prediction cannot tell two apart, the one with fewer threads and bytes stands for both.
 
     The largest step stays beside the smallest that predicts the same: what a step costs besides its kernels is
     not probed.
@@ -341,10 +341,12 @@ def _fitting(
         need = predict_memory(card, placement)
         if reason := _structural_reason(placement, workload, cores, limits):
             ledger.family("cost", reason, label_of(placement))
-        elif short := shortage(need, placement.load_mode, limit, limits.allow_storage_streaming):
+            continue
+        resident = resident_need(need, placement.load_mode, limits.allow_storage_streaming)
+        if short := shortage(resident, limit):
             ledger.one(label_of(placement), "memory", short)
-            if need.total_bytes < closest:
-                closest, words = need.total_bytes, short
+            if resident.total_bytes < closest:
+                closest, words = resident.total_bytes, short
         else:
             prediction = predict(card, work, placement, report, workload.mix)
             candidates.append(Candidate(label_of(placement), placement, need, prediction))
@@ -367,8 +369,8 @@ def _fitting_on_gpus(
         considered += 1
         label, placement = label_of(item.placement), item.placement
         limit = host_limit_bytes(report, limits)
-        short = shortage(item.host_need, placement.load_mode, limit, limits.allow_storage_streaming)
-        if short:
+        resident = resident_need(item.host_need, placement.load_mode, limits.allow_storage_streaming)
+        if short := shortage(resident, limit):
             ledger.one(label, "memory", short)
             continue
         prediction = predict_gpu(card, item, report, workload.mix)

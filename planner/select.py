@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from planner.measure import TIE_RATIO, Measurement
+from planner.measure import TIE_RATIO, Measurement, settles, wins_ties
 from planner.search import Candidate
 from planner.statistics import Interval, median, paired_ratio
 from planner.trials import score_s
@@ -25,6 +25,7 @@ class Selection(msgspec.Struct, frozen=True):
     because: str
     results: tuple[CandidateResult, ...]
     rejected: tuple[Rejected, ...]  # the runner-up, with what it lost by
+    undecided: tuple[str, ...]  # finalists that the budget left no time to tell from the winner
 
 
 def _warm(trials: Iterable[Trial], label: str) -> list[Trial]:
@@ -62,9 +63,7 @@ def _prefer(fast: Candidate, slow: Candidate, engines: tuple[str, ...], interval
     """Whether `slow` takes the tie: it takes less of the machine, or its engine is named first."""
     if interval is not None and interval.ratio > MOST_TIE_RATIO:
         return False  # noise may hide the reason, but a tenth is no tie
-    if fast.placement.engine != slow.placement.engine:
-        return engines.index(slow.placement.engine) < engines.index(fast.placement.engine)
-    return slow.thrift < fast.thrift
+    return wins_ties(slow, fast, engines)
 
 
 def _merit(winner: Candidate, loser: Candidate, engines: tuple[str, ...]) -> str:
@@ -95,20 +94,41 @@ def select(
     by_label = {candidate.label: candidate for candidate in candidates}
     first, *others = [by_label[label] for label in measurement.order]
     if not others:
-        because = "the only candidate left" + _cold_words(measurement, first)
-        return Selection(first, because, results_of(candidates, measurement, first, mix), ())
+        left = (
+            "the only one that the budget had time for" if measurement.unjudged else "the only candidate left"
+        )
+        because = left + _cold_words(measurement, first)
+        results = results_of(candidates, measurement, first, mix)
+        return Selection(first, because, results, (), measurement.unjudged)
     second = others[0]
     interval = compare(measurement.trials, second.label, first.label, mix)
-    winner, loser, because = first, second, f"faster: {second.label} takes {_words(interval)}"
-    if _is_tie(interval):
-        if _prefer(first, second, engines, interval):
-            winner, loser = second, first
-        merit = _merit(winner, loser, engines)
-        because = f"as fast as {loser.label} within the noise ({_words(interval)}), and {merit}"
+    is_tie = _is_tie(interval)
+    winner, loser = first, second
+    if is_tie and _prefer(first, second, engines, interval):
+        winner, loser = second, first
     lost = compare(measurement.trials, loser.label, winner.label, mix)
+    because = f"faster: {loser.label} takes {_words(lost)}"
+    if is_tie:
+        merit = _merit(winner, loser, engines)
+        because = f"{loser.label}, which takes {_words(lost)}, is as fast within the noise, and {merit}"
     because += _cold_words(measurement, winner)
-    rejected = (Rejected(loser.label, "confirm", f"second of the last two: {_words(lost)}"),)
-    return Selection(winner, because, results_of(candidates, measurement, winner, mix), rejected)
+    return Selection(
+        winner=winner,
+        because=because,
+        results=results_of(candidates, measurement, winner, mix),
+        rejected=(Rejected(loser.label, "confirm", f"second of the last two: {_words(lost)}"),),
+        undecided=_undecided(measurement, winner, loser, mix, engines),
+    )
+
+
+def _undecided(
+    measurement: Measurement, winner: Candidate, loser: Candidate, mix: RequestMix, engines: tuple[str, ...]
+) -> tuple[str, ...]:
+    """What the budget left no time to tell from the winner; the other one of the last two comes first."""
+    modest, rival = (winner, loser) if wins_ties(winner, loser, engines) else (loser, winner)
+    is_open = not settles(compare(measurement.trials, modest.label, rival.label, mix))
+    pair = (loser.label,) if measurement.budget_ended and is_open else ()
+    return pair + measurement.unjudged
 
 
 def results_of(

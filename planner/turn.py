@@ -22,7 +22,7 @@ def measuring_turn(reporter: Reporter) -> Iterator[None]:
     try:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:  # somebody else's file, where sudo ran once
-        raise SettingsError(f"can not open {file}: {error.strerror}; remove it") from error
+        raise SettingsError(f"cannot open {file}: {error.strerror}; remove it") from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,6 +16,7 @@ from configs.settings import SMALLEST_CONTEXT_TOKENS
 from plans.card import ModelCard
 from plans.placement import KvType
 from plans.plan import Limits, RequestMix, Workload
+from worker.model.metadata import MOST_WHOLE
 
 MIX = RequestMix(prompt_tokens=512, output_tokens=128)
 MOST_SEQUENCES = 256
@@ -43,9 +44,9 @@ def check_context(card: ModelCard, asked: int | None, default_tokens: int) -> in
     longest = card.context_length_tokens
     if asked is None:
         return min(default_tokens, longest or default_tokens)
-    if asked < SMALLEST_CONTEXT_TOKENS:
+    if not SMALLEST_CONTEXT_TOKENS <= asked <= MOST_WHOLE:
         raise PlanError(
-            f"--ctx {asked} is too small; the smallest context is {SMALLEST_CONTEXT_TOKENS} tokens"
+            f"--ctx {asked} is out of range; use {SMALLEST_CONTEXT_TOKENS} to {longest or MOST_WHOLE}"
         )
     if longest is not None and asked > longest:
         raise PlanError(
@@ -72,7 +73,7 @@ def mix_for(context_length_tokens: int) -> RequestMix:
 
 
 def make_workload(card: ModelCard, request: PlanRequest, prompts_sha256: str = "") -> Workload:
-    """Raises PlanError for a request that this model can not meet."""
+    """Raises PlanError for a request that this model cannot meet."""
     if not 1 <= request.concurrency <= MOST_SEQUENCES:
         raise PlanError(f"--concurrency {request.concurrency} is out of range; use 1 to {MOST_SEQUENCES}")
     context = check_context(card, request.context_length_tokens, request.default_context_length_tokens)

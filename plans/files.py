@@ -1,7 +1,7 @@
 """SHA-256 of large files, remembered as long as the file's inode says that nobody has written to it.
 
 The memory is keyed by path, device, inode, size, mtime and ctime. The kernel sets ctime on every write and a
-program can not set it back, so a swapped or edited file is hashed again; somebody who can write to the disk
+program cannot set it back, so a swapped or edited file is hashed again; somebody who can write to the disk
 below the file system could fool it. A file that changed within the last two seconds is never remembered,
 because a second write could leave all of these numbers as they are.
 """
@@ -74,7 +74,7 @@ class HashCache:
             self._entries = msgspec.json.decode(file.read_bytes(), type=dict[str, _Entry])
 
     def sha256(self, path: Path, progress: HashProgress | None = None) -> str:
-        """Raises ModelFileError when the file can not be read."""
+        """Raises ModelFileError when the file cannot be read."""
         try:
             stamp = stamp_of(path.stat())
             known = self._entries.get(str(path))
@@ -83,7 +83,7 @@ class HashCache:
             digest = hash_file(path, progress)
         except OSError as error:
             raise ModelFileError(
-                f"can not read {path}: {error.strerror}; check the path and permissions"
+                f"cannot read {path}: {error.strerror}; check the path and permissions"
             ) from error
         self._remember(path, stamp, digest)
         return digest

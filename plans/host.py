@@ -100,7 +100,7 @@ def read_cpu() -> Cpu:
 
 
 def kernel_level(flags: Iterable[str]) -> str | None:
-    """The level that the native kernels run at on a CPU with these flags; None where they can not run."""
+    """The level that the native kernels run at on a CPU with these flags; None where they cannot run."""
     return next((level for level, needed in _LEVELS if needed <= set(flags)), None)
 
 

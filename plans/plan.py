@@ -151,7 +151,10 @@ class Rejected(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the choice rests on. `decided`: why measuring stopped; `chosen_because`: what told the winner."""
+    """What the choice rests on. `decided`: why measuring stopped; `chosen_because`: what told the winner.
+
+    `undecided`: finalists that the budget left no time to tell from the winner; () where all were.
+    """
 
     budget_s: float
     spent_s: float
@@ -160,6 +163,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int
     candidates: tuple[CandidateResult, ...]
     trials: tuple[Trial, ...]
+    undecided: tuple[str, ...] = ()
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -55,7 +55,7 @@ class PlanStore:
     def save(self, plan: Plan) -> Plan:
         """Writes a plan and returns it with its id. Saving the same content twice changes nothing.
 
-        Raises PlanError when the folder can not be written.
+        Raises PlanError when the folder cannot be written.
         """
         data = encode_plan(plan)
         plan_id = plan_id_of(data)
@@ -65,7 +65,7 @@ class PlanStore:
             self._write_once(self.path_of(plan_id), data)
         except OSError as error:
             raise PlanError(
-                f"can not write the plan to {self.folder}: {error.strerror}; check permissions and space, "
+                f"cannot write the plan to {self.folder}: {error.strerror}; check permissions and space, "
                 "or point XDG_DATA_HOME elsewhere"
             ) from error
         return msgspec.structs.replace(plan, id=plan_id)
@@ -95,13 +95,13 @@ class PlanStore:
                     leftover.unlink()
 
     def _files(self) -> list[Path]:
-        """What is in the folder, sorted by name; nothing where there is none. Raises PlanError: it can not be read."""
+        """What is in the folder, sorted by name; nothing where there is none. Raises PlanError: it cannot be read."""
         try:
             return sorted(self.folder.iterdir())
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise PlanError(f"can not read the folder of plans {self.folder}: {error.strerror}") from error
+            raise PlanError(f"cannot read the folder of plans {self.folder}: {error.strerror}") from error
 
     def _ids(self) -> list[str]:
         return [file.stem for file in self._files() if _PLAN_NAME.fullmatch(file.name)]
@@ -111,7 +111,7 @@ class PlanStore:
         try:
             data = read_regular_bytes(self.path_of(plan_id))
         except OSError as error:
-            raise PlanError(f"can not read plan {plan_id}: {error.strerror}") from error
+            raise PlanError(f"cannot read plan {plan_id}: {error.strerror}") from error
         return decode_plan(data, plan_id)
 
     def list(self) -> PlanListing:

@@ -8,6 +8,7 @@ one bound by arithmetic as a share of a large product of halves by cuBLAS.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -16,7 +17,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import cupy
+try:
+    import cupy
+except ImportError:
+    sys.exit("gpu_ops.py needs CuPy: pip install 'placewright[cuda13]' or [cuda12]")
 
 from worker.cuda.driver import Launcher
 from worker.cuda.rates import read_rate
@@ -105,5 +109,6 @@ def row_of(match: re.Match[str], peaks: Peaks) -> Row:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     for name, value in bench_ops():
         print(f"{name:<60}  {value}")

@@ -10,9 +10,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import gguf
-import numpy as np
-from gguf.quants import dequantize, quantize
+try:
+    import gguf
+    import numpy as np
+    from gguf.quants import dequantize, quantize
+except ImportError as error:
+    sys.exit(f"requantise.py needs the packages gguf and numpy: {error}; pip install gguf")
 
 TYPES = ("F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 

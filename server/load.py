@@ -77,7 +77,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 def engine_factory(plan: Plan, settings: Settings, text: Text) -> Callable[[], Engine]:
     """Makes engines that run `plan`, one after the other as they die; they share one log.
 
-    Raises SettingsError where the log can not be written.
+    Raises SettingsError where the log cannot be written.
     """
     path = Path(plan.key.model_files[0].path)
     log_path = usable_folder(logs_folder(), "XDG_CACHE_HOME") / f"engine-{plan.id[:12]}.log"

@@ -191,7 +191,7 @@ class Supervisor:
     async def _watch(self) -> None:
         """Start, wait for death, back off, again; ends only in "failed" or by cancellation.
 
-        An engine that dies is always replaced; one that can not even start is given up after a few attempts, the
+        An engine that dies is always replaced; one that cannot even start is given up after a few attempts, the
         very first one at once.
         """
         failed_starts = useless_lives = 0

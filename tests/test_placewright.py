@@ -21,8 +21,10 @@ def test_little_is_imported_before_ctrl_c_is_caught() -> None:
     assert done.stdout.strip() == "0", done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["plans"], ["plans", "--json"]])
-def test_a_result_that_can_not_be_written_is_an_error_in_one_line(
+@pytest.mark.parametrize(
+    "arguments", [["plans"], ["plans", "--json"], ["--version"], ["--help"], ["plan", "--help"]]
+)
+def test_a_result_that_cannot_be_written_is_an_error_in_one_line(
     tmp_path: Path, arguments: list[str]
 ) -> None:
     """Whether it is noticed when it is written or when the interpreter ends."""
@@ -35,10 +37,10 @@ def test_a_result_that_can_not_be_written_is_an_error_in_one_line(
             env={"XDG_DATA_HOME": str(tmp_path), "PATH": ""},
         )
     assert done.returncode == 1
-    assert done.stderr == "placewright: can not write the result to stdout: No space left on device\n"
+    assert done.stderr == "placewright: cannot write the result to stdout: No space left on device\n"
 
 
-def test_a_closed_stdout_is_nobody_who_listens(tmp_path: Path) -> None:
+def test_a_result_for_a_closed_stdout_is_an_error(tmp_path: Path) -> None:
     command = f"exec {sys.executable} {SOURCE_ROOT / 'placewright.py'} plans >&-"
     done = subprocess.run(
         ["/bin/sh", "-c", command],
@@ -46,4 +48,7 @@ def test_a_closed_stdout_is_nobody_who_listens(tmp_path: Path) -> None:
         text=True,
         env={"XDG_DATA_HOME": str(tmp_path), "PATH": ""},
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "placewright: cannot write the result to stdout: it is closed\n",
+    )

@@ -76,7 +76,7 @@ def check_threads(threads: int | None, cores: int) -> None:
     """Raises UserError for more threads than this process has cores."""
     if threads is not None and threads > cores:
         raise UserError(
-            f"--threads {threads} can not be met: this process may use {cores} cores; use 1 to {cores}"
+            f"--threads {threads} cannot be met: this process may use {cores} cores; use 1 to {cores}"
         )
 
 
@@ -118,7 +118,7 @@ def race_text(result: RaceResult) -> str:
         f"  decode:  {_interval_text(result.decode_speedup)} the baseline's speed",
         f"  baseline: {result.baseline.engine} {result.baseline.version}",
         *(
-            f"  {side.name}: decoded ids of its own choice (it can not be fed given ones)"
+            f"  {side.name}: decoded ids of its own choice (it cannot be fed given ones)"
             for side in (result.plan, result.baseline)
             if not side.forced_output
         ),

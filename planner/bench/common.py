@@ -67,7 +67,7 @@ def summarize(
     card: ModelCard,
     rates: Sequence[ReadRate],
 ) -> SideSummary:
-    """Medians of one side. Numbers that can not be known are None."""
+    """Medians of one side. Numbers that cannot be known are None."""
     decode = median([timing.decode_tokens_per_s for timing in timings])
     rate = None if placement.gpu_ordinals else best_read_bytes_per_s(rates, placement.decode_threads)
     moved = None

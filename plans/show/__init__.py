@@ -2,7 +2,7 @@
 
 from plans.show.card import card_builtins, card_text
 from plans.show.machine import report_text
-from plans.show.plan import CANDIDATE_KEY, listing_builtins, listing_text, plan_text
+from plans.show.plan import CANDIDATE_KEY, listing_builtins, listing_text, plan_text, undecided_text
 from plans.show.text import number_text, rate_text, table
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "rate_text",
     "report_text",
     "table",
+    "undecided_text",
 ]

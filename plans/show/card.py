@@ -35,7 +35,7 @@ def card_text(card: ModelCard) -> str:
     template = "with" if card.has_chat_template else "without"
     tokenizer = f"{card.tokenizer or 'n/a'} ({card.pre_tokenizer or 'n/a'}), {template} chat template"
     if card.tokenizer_reason:
-        tokenizer += f"; can not be used: {card.tokenizer_reason}"
+        tokenizer += f"; cannot be used: {card.tokenizer_reason}"
     head = [
         f"{card.name}",
         f"  architecture  {card.architecture}: {shape}",

@@ -9,6 +9,7 @@ from typing import Any
 from configs.errors import printable
 from plans.placement import Placement
 from plans.plan import CandidateResult, Plan, plan_builtins
+from plans.show.rejected import rejected_lines
 from plans.show.text import bytes_text, number_text, table
 from plans.store import PlanListing
 
@@ -77,15 +78,24 @@ def plan_text(plan: Plan) -> str:
         f"{evidence.spent_s:.1f} s of measuring",
         f"  chosen     {evidence.chosen_because}",
         f"  decided    {evidence.decided}",
+        *([f"  undecided  {undecided_text(plan)}"] if evidence.undecided else []),
         "",
         f"  Score: seconds of a request of {mix.prompt_tokens} prompt and {mix.output_tokens} output tokens.",
         f"  {CANDIDATE_KEY}",
         table(_RESULT_HEAD, [_result_row(row) for row in evidence.candidates]),
         "",
-        f"  {sum(row.count for row in plan.rejected)} other candidates were rejected:",
-        *_rejected_lines(plan),
+        *rejected_lines(plan),
     ]
     return "\n".join(lines)
+
+
+def undecided_text(plan: Plan) -> str:
+    """What the budget left open, and what to do about it."""
+    evidence = plan.evidence
+    return (
+        f"the budget of {evidence.budget_s:g} s ended before the chosen one could be told apart from "
+        f"{', '.join(evidence.undecided)}; plan again with --replan and a larger --budget-s"
+    )
 
 
 def _gpu_memory_lines(plan: Plan) -> list[str]:
@@ -109,7 +119,16 @@ def _layer_lines(placement: Placement) -> list[str]:
     return [f"  layers     {', '.join([*words, rest])}"]
 
 
-_RESULT_HEAD = ("candidate", "trials", "prefill tok/s", "decode tok/s", "TTFT s", "score s", "ratio", "95 %")
+_RESULT_HEAD = (
+    "candidate",
+    "trials",
+    "prefill tok/s",
+    "decode tok/s",
+    "TTFT s",
+    "score s",
+    "time/chosen's",
+    "95 %",
+)
 
 
 def _result_row(row: CandidateResult) -> tuple[str, ...]:
@@ -126,16 +145,3 @@ def _result_row(row: CandidateResult) -> tuple[str, ...]:
         number_text(row.ratio_to_best, 3),
         ends,
     )
-
-
-def _rejected_lines(plan: Plan, most: int = 12) -> list[str]:
-    """Those that were measured first; they are the most interesting."""
-    order = {"confirm": 0, "measure": 1, "engine": 2, "memory": 3, "cost": 4}
-    rows = sorted(plan.rejected, key=lambda row: order[row.stage])
-    lines = []
-    for row in rows[:most]:
-        times = f" and {row.count - 1} like it" if row.count > 1 else ""
-        lines.append(f"    {row.stage}: {row.candidate}{times}: {row.reason}")
-    if len(rows) > most:
-        lines.append(f"    ... {len(rows) - most} more reasons in the file (--json)")
-    return lines

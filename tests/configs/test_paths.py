@@ -1,4 +1,4 @@
-"""Folders and named files: what can not be used is told with the reason and what to change."""
+"""Folders and named files: what cannot be used is told with the reason and what to change."""
 
 from __future__ import annotations
 

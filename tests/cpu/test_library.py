@@ -20,7 +20,7 @@ from worker.ops.oplist import KvLayer, Op, OpKind
 
 
 def test_a_missing_or_broken_library_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineStartError, match="can not be loaded"):
+    with pytest.raises(EngineStartError, match="cannot be loaded"):
         load_library(tmp_path / "nothing.so")
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")

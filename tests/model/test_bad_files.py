@@ -84,7 +84,7 @@ def test_things_that_are_no_files(tmp_path: Path) -> None:
         (raw.build(None, [raw.tensor("t", (2**40, 2**40))], 64), "is impossible"),
         (
             raw.build(None, [raw.tensor("t", (33,), 8)], 64),
-            "rows of 33 can not be Q8_0, whose blocks hold 32",
+            "rows of 33 cannot be Q8_0, whose blocks hold 32",
         ),
         (
             raw.build(None, [raw.tensor("t", (32,), 4)], 64),

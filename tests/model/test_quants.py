@@ -60,7 +60,7 @@ def test_stack_of_matrices_keeps_its_axes() -> None:
 @pytest.mark.parametrize(
     ("kind", "size", "shape", "words"),
     [
-        ("Q8_K", 292, (256,), "Q8_K can not be decoded"),
+        ("Q8_K", 292, (256,), "Q8_K cannot be decoded"),
         ("Q4_K", 143, (256,), "144 bytes"),
         ("Q4_K", 72, (128,), "blocks of 256"),
     ],

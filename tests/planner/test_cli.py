@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import typer.main
 
@@ -166,6 +167,19 @@ def test_plan_turns_flags_into_one_request(
     assert "--replan measures again" in output.err
 
 
+def test_what_the_budget_left_open_is_said_beside_the_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = sample_plan()
+    evidence = msgspec.structs.replace(plan.evidence, undecided=("native d1",))
+    outcome = Outcome(card(), msgspec.structs.replace(plan, evidence=evidence), False, None)
+    monkeypatch.setattr(cli.pipeline, "make_plan", lambda *_: outcome)
+    assert placewright.run(["plan", "m.gguf", "--json"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["evidence"]["undecided"] == ["native d1"]
+    assert "could be told apart from native d1" in output.err and "larger --budget-s" in output.err
+
+
 def test_interrupts_are_130_and_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,7 +203,7 @@ def test_doctor_finds_plans_that_can_not_be_read(folders: Path, capsys: pytest.C
     folders.parent.mkdir(parents=True)
     folders.touch()
     assert placewright.run(["doctor"]) == 1
-    assert "FAIL  plans: can not read the folder of plans" in capsys.readouterr().out
+    assert "FAIL  plans: cannot read the folder of plans" in capsys.readouterr().out
 
 
 def test_doctor_finds_broken_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +231,7 @@ def test_engines_that_can_not_be_used_say_why_below_the_table(
     monkeypatch.setattr(cli.engines, "offers", lambda settings: (offer,))
     assert placewright.run(["engines"]) == 0
     said = capsys.readouterr()
-    assert "can not be used" in said.out and max(map(len, said.out.splitlines())) < 80
+    assert "cannot be used" in said.out and max(map(len, said.out.splitlines())) < 80
     assert "run scripts/install" in said.err
 
 

@@ -6,7 +6,14 @@ import msgspec
 import pytest
 
 from planner.cost import predict, predict_decode_s, predict_prefill_s, work_of
-from planner.memory import host_limit_bytes, kv_bytes, predict_memory, shortage, weights_bytes
+from planner.memory import (
+    host_limit_bytes,
+    kv_bytes,
+    predict_memory,
+    resident_need,
+    shortage,
+    weights_bytes,
+)
 from plans.plan import Limits, MemoryNeed, RequestMix
 from plans.units import MoeShape, Unit
 from tests.planner.fakes import N_EMBD, N_FF, N_LAYERS, card, machine, placement, tensor
@@ -129,5 +136,17 @@ def test_the_limit_is_what_is_free_less_the_margin_or_the_cap() -> None:
 def test_a_shortage_is_said_with_its_size_and_streamed_weights_need_no_room(
     load_mode: str, streaming: bool, limit: int, words: str | None
 ) -> None:
-    found = shortage(MemoryNeed(3 << 20, 2 << 20, 1 << 20), load_mode, limit, streaming)
+    found = shortage(resident_need(MemoryNeed(3 << 20, 2 << 20, 1 << 20), load_mode, streaming), limit)
     assert found is None if words is None else (found is not None and words in found)
+
+
+def test_the_parts_of_a_shortage_make_its_sum() -> None:
+    need = MemoryNeed(92 << 20, 90 << 20, 163 << 20)
+    streamed = shortage(resident_need(need, "mmap", True), 200 << 20)
+    assert streamed is not None and streamed.startswith(
+        "needs 253 MiB of RAM (weights streamed, KV 90 MiB, workspace 163 MiB), may use 200 MiB: 53 MiB short"
+    )
+    kept = shortage(resident_need(need, "mmap", False), 200 << 20)
+    assert kept is not None and kept.startswith(
+        "needs 345 MiB of RAM (weights 92 MiB, KV 90 MiB, workspace 163 MiB)"
+    )

@@ -17,7 +17,7 @@ def test_a_server_without_an_address_is_refused_by_name(url: str | None) -> None
     settings = Settings(engines={"far": EngineSettings(kind="openai", url=url)})
     (offer,) = (offer for offer in offers(settings) if offer.name == "far")
     assert offer.reason is not None and offer.remedy is not None
-    with pytest.raises(PlanError, match=r"engine far can not be used: .*engines\.far\.url"):
+    with pytest.raises(PlanError, match=r"engine far cannot be used: .*engines\.far\.url"):
         builds_of(("far",), settings)
 
 

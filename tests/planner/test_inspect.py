@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import placewright
-from configs.errors import ModelFileError
+from configs.errors import ModelFileError, PlanError
 from planner.inspect import NATIVE_TYPES, read_card
+from planner.workload import check_context
 from plans.show import card_builtins, card_text
 from tests.model import raw_gguf
 from tests.model.raw_gguf import words
+from tests.planner import fakes
 from tests.tiny import write_model
+from worker.model import archs
+from worker.model.gguf import open_model
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3"])
@@ -63,6 +69,24 @@ def test_an_unknown_architecture_is_told_and_refused_with_the_reason(tmp_path: P
     assert "does not run" in card_text(card)
 
 
+def test_a_context_of_more_positions_than_kernels_count_is_refused_as_the_worker_does(tmp_path: Path) -> None:
+    assert read_card(write_model(tmp_path, context_length_tokens=2**31 - 1)).supported
+    path = write_model(tmp_path, context_length_tokens=2**31)
+    reason = read_card(path).native_reason
+    assert reason is not None and reason.endswith(
+        "llama.context_length = 2147483648, expected a whole number from 1 to 2147483647"
+    )
+    with pytest.raises(ModelFileError, match=re.escape(reason)):
+        archs.units(open_model(path))
+
+
+def test_a_context_that_no_number_of_the_kernels_holds_is_refused() -> None:
+    unknown = msgspec.structs.replace(fakes.card(), context_length_tokens=None)
+    assert check_context(unknown, 2**31 - 1, 4096) == 2**31 - 1
+    with pytest.raises(PlanError, match=r"--ctx 2147483648 is out of range; use \d+ to 2147483647"):
+        check_context(unknown, 2**31, 4096)
+
+
 def test_a_type_without_kernels_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "planner.inspect.NATIVE_TYPES", tuple(name for name in NATIVE_TYPES if name != "Q8_0")
@@ -78,7 +102,7 @@ def test_an_unknown_tokenizer_is_told(tmp_path: Path) -> None:
     path.write_bytes(content.replace(b"gpt-2", b"gpt-x"))
     card = read_card(path)
     assert card.tokenizer_reason is not None and "tokenizer.ggml.pre is 'gpt-x'" in card.tokenizer_reason
-    assert "can not be used" in card_text(card)
+    assert "cannot be used" in card_text(card)
 
 
 def test_a_name_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from configs.errors import MeasureError
 from planner.budget import Lengths, choose_lengths, least_prompt_tokens
-from planner.measure import Measurement, MeasureTask, _reasons, judge, measure
+from planner.measure import Measurement, MeasureTask, _reasons, judge, measure, settles
 from planner.memory import predict_memory
 from planner.passages import Material
 from planner.pool import EnginePool
@@ -25,6 +25,7 @@ from tests.planner.fakes import EngineFarm, FakeEngine, Speeds, card, encode, pl
 from worker.protocol import Done, Generate, TokenEvent
 
 MIX = RequestMix(512, 128)
+ENGINES = ("native", "llama-server")
 FIRST_TRIAL_S = 128 / 500 + 16 / 300  # one sequence of the first trial in `run`, at the slowest speed below
 
 
@@ -40,7 +41,7 @@ def run(
     limit_bytes: int = 64 << 30,
     concurrency: int = 1,
 ) -> Measurement:
-    task = MeasureTask(candidates, MIX, Lengths(128, 16), concurrency, budget_s, seed=0)
+    task = MeasureTask(candidates, MIX, Lengths(128, 16), concurrency, budget_s, 0, ENGINES)
     pool = EnginePool(farm.factory, limit_bytes)
 
     async def work() -> Measurement:
@@ -53,7 +54,7 @@ def run(
 
 
 def chosen(candidates: tuple[Candidate, ...], measurement: Measurement) -> Selection:
-    return select(candidates, measurement, MIX, ("native", "llama-server"))
+    return select(candidates, measurement, MIX, ENGINES)
 
 
 def by_threads(decode: dict[int, float]) -> Speeds:
@@ -298,6 +299,73 @@ def test_an_interrupt_stops_the_engines() -> None:
 )
 def test_an_interval_proves_slower_equal_or_nothing_yet(interval: Interval | None, verdict: str) -> None:
     assert judge(interval) == verdict
+
+
+@pytest.mark.parametrize(
+    ("interval", "is_settled"),
+    [
+        (None, False),
+        (Interval(0.9, None, None, 1), False),
+        (Interval(0.3, None, None, 1), True),
+        (Interval(1.1, 1.05, 1.15, 3), True),  # it is slower
+        (Interval(1.0, 0.98, 1.03, 9), False),
+        (Interval(0.9, 0.8, 1.01, 3), True),  # how much faster it is does not matter
+        (Interval(1.0, 0.96, 1.04, 10), True),  # nobody would wait for more
+        (Interval(1.02, 0.97, 1.07, 20), False),
+    ],
+)
+def test_the_last_two_are_settled_when_more_trials_would_change_nothing(
+    interval: Interval | None, is_settled: bool
+) -> None:
+    assert settles(interval) is is_settled
+
+
+def test_a_race_of_equals_ends_long_before_its_budget() -> None:
+    candidates = (candidate(decode_threads=1), candidate(decode_threads=2))
+    measurement = run(EngineFarm(by_threads({1: 40.0, 2: 40.0}), noise=0.03), candidates, budget_s=3000.0)
+    selection = chosen(candidates, measurement)
+    assert "settled" in measurement.decided and "still not" not in measurement.decided
+    assert len(measurement.trials) < 60
+    assert selection.winner.placement.decode_threads == 1 and selection.undecided == ()
+
+
+def test_a_budget_that_ends_before_a_verdict_leaves_the_others_undecided() -> None:
+    candidates = tuple(candidate(decode_threads=n) for n in (1, 2, 4))
+    farm = EngineFarm(by_threads({1: 40.0, 2: 40.5, 4: 41.0}))
+    alone = chosen(candidates, run(farm, candidates, budget_s=1.5))
+    assert alone.undecided == (candidates[1].label, candidates[2].label)
+    assert alone.because.startswith("the only one that the budget had time for")
+
+    farm = EngineFarm(by_threads({1: 40.0, 2: 40.5, 4: 41.0}), noise=0.1)
+    measurement = run(farm, candidates, budget_s=15.0)
+    selection = chosen(candidates, measurement)
+    assert measurement.budget_ended and len(measurement.order) == 2
+    others = {item.label for item in candidates} - {selection.winner.label}
+    assert set(selection.undecided) == others
+
+
+def test_one_trial_each_is_no_verdict_when_the_budget_ends() -> None:
+    candidates = (candidate(decode_threads=4), candidate(decode_threads=1))
+    farm = EngineFarm(lambda item: (5.0, 2.0) if item.decode_threads == 4 else (5 / 6, 2 / 6))
+    hasty = chosen(candidates, run(farm, candidates, budget_s=98.0))
+    assert hasty.undecided == (candidates[1].label,)
+    assert hasty.because.startswith("the only one that the budget had time for")
+    patient = chosen(candidates, run(EngineFarm(farm.speeds), candidates, budget_s=200.0))
+    assert patient.undecided == () and patient.because == "the only candidate left"
+
+
+def test_a_clear_winner_within_a_short_budget_leaves_nothing_undecided() -> None:
+    candidates = (candidate(decode_threads=1), candidate(decode_threads=2))
+    measurement = run(EngineFarm(by_threads({1: 20.0, 2: 40.0})), candidates, budget_s=12.0)
+    assert chosen(candidates, measurement).undecided == ()
+
+
+def test_the_two_of_a_tie_are_compared_in_the_direction_of_the_table() -> None:
+    candidates = tuple(candidate(decode_threads=n) for n in (3, 4))
+    selection = chosen(candidates, run(EngineFarm(by_threads({3: 50.0, 4: 50.3}), noise=0.01), candidates))
+    ratio = selection.results[1].ratio_to_best
+    assert ratio is not None and f"{ratio:.3f}" in selection.because
+    assert f"{ratio:.3f}" in selection.rejected[0].reason
 
 
 def test_trials_are_as_long_as_the_budget_allows() -> None:

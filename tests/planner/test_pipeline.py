@@ -147,7 +147,7 @@ def test_pins_are_in_the_plan(bed: Bed) -> None:
     ("changes", "words"),
     [
         ({"context_length_tokens": 2048}, "--ctx 2048 exceeds the 1024 tokens"),
-        ({"context_length_tokens": 8}, "--ctx 8 is too small"),
+        ({"context_length_tokens": 8}, "--ctx 8 is out of range; use 64 to 1024"),
         ({"concurrency": 0}, "--concurrency 0"),
         ({"kv_types": ("q3",)}, "--kv q3"),
         ({"limits": Limits(threads=64)}, "--threads 64"),

@@ -94,7 +94,7 @@ def test_data_sets_come_through_the_datasets_package(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
     found = load_texts(f"hf:{tmp_path / 'set'}")
     assert [text.text for text in found] == rows["text"]
-    with pytest.raises(UserError, match="can not be loaded"):
+    with pytest.raises(UserError, match="cannot be loaded"):
         load_texts(f"hf:{tmp_path / 'nowhere'}")
 
 

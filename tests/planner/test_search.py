@@ -80,7 +80,7 @@ def test_pins_constrain_and_do_not_switch_off(limits: Limits, field: str, value:
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        (Limits(threads=9), "--threads 9 can not be met: this process may use 4 cores"),
+        (Limits(threads=9), "--threads 9 cannot be met: this process may use 4 cores"),
         (Limits(threads=0), "--threads 0"),
         (Limits(ubatch_tokens=0), "--ubatch 0"),
         (Limits(gpu_memory_mib=8000), "no NVIDIA driver"),

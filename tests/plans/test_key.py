@@ -176,7 +176,7 @@ def test_a_damaged_cache_costs_only_time(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="can not read"):
+    with pytest.raises(ModelFileError, match="cannot read"):
         HashCache(tmp_path / "cache.json").sha256(tmp_path / "nowhere")
 
 

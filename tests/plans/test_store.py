@@ -140,7 +140,7 @@ def test_a_folder_that_can_not_be_read_is_not_taken_for_an_empty_one(tmp_path: P
 def test_an_unwritable_folder_is_refused_with_words(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.touch()
-    with pytest.raises(PlanError, match="can not write the plan"):
+    with pytest.raises(PlanError, match="cannot write the plan"):
         PlanStore(blocker / "plans").save(sample_plan())
 
 

@@ -64,7 +64,7 @@ def test_the_team_reads_while_copies_are_timed_and_stops_after(monkeypatch: pyte
 
 
 def test_without_the_library_there_is_a_reason(tmp_path: Path) -> None:
-    with pytest.raises(EngineStartError, match="can not be loaded"):
+    with pytest.raises(EngineStartError, match="cannot be loaded"):
         gpu_beside.copies_beside_reads(lambda: 1.0, 2, tmp_path / "nothing.so")
 
 

@@ -38,7 +38,7 @@ def test_a_missing_library_is_a_reason(tmp_path: Path) -> None:
 
 def test_a_broken_library_is_a_reason(tmp_path: Path) -> None:
     (tmp_path / "broken.so").write_bytes(b"not a library")
-    assert "can not be loaded" in kernels.measure_library(1, None, tmp_path / "broken.so").missing[0]
+    assert "cannot be loaded" in kernels.measure_library(1, None, tmp_path / "broken.so").missing[0]
 
 
 @needs_library

@@ -224,7 +224,7 @@ class _Queued:
 
 
 def fail_for(token: int) -> Callable[[StepBatch], None]:
-    """A model that can not stand one token."""
+    """A model that cannot stand one token."""
 
     def fail(batch: StepBatch) -> None:
         if any(token in part.token_ids for part in batch.parts):

@@ -162,7 +162,7 @@ def test_a_step_that_fails_with_another_in_flight(times: int) -> None:
 
 
 class RefusesToQueue(AheadExecutor):
-    """Can not queue every third step, and then has an error for it or sends it through `run`."""
+    """Cannot queue every third step, and then has an error for it or sends it through `run`."""
 
     n_submitted = 0
 

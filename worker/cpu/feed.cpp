@@ -285,7 +285,7 @@ pw_feed* pw_feed_start(const pw_feed_plan* plan) {
     auto feed = std::make_unique<pw_feed>(*plan);
     return feed->start() == PW_OK ? feed.release() : nullptr;
   } catch (const std::exception& error) {  // no memory, or no thread more
-    pw::fail(PW_E_MEMORY, "a feed can not start: %s", error.what());
+    pw::fail(PW_E_MEMORY, "a feed cannot start: %s", error.what());
     return nullptr;
   }
 }

@@ -56,7 +56,7 @@ class NativeFeed:
     def await_part(self, part: int) -> None:
         """Wait until a part's copies are queued; what is queued on the stream from now on runs behind them.
 
-        Raises OSError when the file has changed or can not be read, EngineStartError when the device refuses.
+        Raises OSError when the file has changed or cannot be read, EngineStartError when the device refuses.
         """
         self._check(self._library.calls.pw_feed_await(self._handle, part))
 

@@ -169,7 +169,7 @@ class Step(_Owned):
     def run(self, batch: BatchStruct, n_threads: int) -> bool:
         """One forward pass. False when `batch.cancel` ended it early.
 
-        Raises RequestFailedError with the library's words for a batch or logits that can not be used, and
+        Raises RequestFailedError with the library's words for a batch or logits that cannot be used, and
         EngineError for anything else.
         """
         code = self._run(self.handle, byref(batch), n_threads)

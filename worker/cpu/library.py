@@ -96,7 +96,7 @@ def load_library(path: Path | None = None) -> Library:
     try:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
-        raise EngineStartError(f"the CPU library {path} can not be loaded: {error}") from error
+        raise EngineStartError(f"the CPU library {path} cannot be loaded: {error}") from error
     _check_abi(handle, path)
     return Library(handle, path)
 
@@ -190,7 +190,7 @@ class Library:
             != Code.OK
         ):
             raise EngineStartError(
-                f"can not pack rows {row_begin} to {end} of {rows} x {columns} weights of ggml type {type_id}"
+                f"cannot pack rows {row_begin} to {end} of {rows} x {columns} weights of ggml type {type_id}"
             )
 
     def arena(self, size_bytes: int, huge_pages: bool = True) -> Arena:

@@ -79,7 +79,7 @@ class OpCheck {
     return need(pw_type_supported(w.type), "%s has type %d, which has no kernels", role, w.type) &&
            need(w.rows > 0 && w.cols > 0 && w.experts > 0, "%s is empty: %d experts of %d x %d", role, w.experts,
                 w.rows, w.cols) &&
-           need(pw_file_bytes(w.type, w.rows, w.cols) > 0, "%s of type %d can not have %d columns", role, w.type,
+           need(pw_file_bytes(w.type, w.rows, w.cols) > 0, "%s of type %d cannot have %d columns", role, w.type,
                 w.cols) &&
            need(w.packed || w.file, "%s has no data", role);
   }

@@ -111,7 +111,7 @@ def gpu_absence() -> str | None:
     except ImportError:
         return "CuPy is not installed (pip install 'placewright[cuda13]' or [cuda12])"
     except Exception as error:  # a broken installation must not take the CPU engine along
-        return f"CuPy can not be loaded ({_first_line(error)})"
+        return f"CuPy cannot be loaded ({_first_line(error)})"
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:
@@ -131,7 +131,7 @@ class CudaDevice:
 
     def __init__(self, ordinal: int, make_feed: Callable[[FeedPlan], Feed] | None = None) -> None:
         if (reason := gpu_absence()) is not None:
-            raise EngineStartError(f"gpu{ordinal} can not be used: {reason}")
+            raise EngineStartError(f"gpu{ordinal} cannot be used: {reason}")
         import cupy
 
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
@@ -187,9 +187,7 @@ class CudaDevice:
 
     def feed(self, plan: FeedPlan) -> Feed:
         if self._make_feed is None:
-            raise EngineStartError(
-                f"gpu{self.ordinal} was opened for measuring: it can not be fed from files"
-            )
+            raise EngineStartError(f"gpu{self.ordinal} was opened for measuring: it cannot be fed from files")
         self.bind()
         return self._make_feed(plan)
 
@@ -198,7 +196,7 @@ class CudaDevice:
             self._runtime.hostRegister(address, size_bytes, _PINNED_FOR_KERNELS)
         except self._runtime.CUDARuntimeError as error:
             raise EngineStartError(
-                f"gpu{self.ordinal} ({self.name}) can not use memory of the host in place: {error}"
+                f"gpu{self.ordinal} ({self.name}) cannot use memory of the host in place: {error}"
             ) from error
 
     def unpin(self, address: int) -> None:

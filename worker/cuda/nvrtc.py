@@ -66,7 +66,7 @@ class Nvrtc:
         if not fitting:
             version = ".".join(map(str, self.version))
             raise EngineStartError(
-                f"NVRTC {version} can not compile for a card of compute capability {capability / 10}; "
+                f"NVRTC {version} cannot compile for a card of compute capability {capability / 10}; "
                 f"it knows {self.architectures[0] / 10} to {self.architectures[-1] / 10}: "
                 "install the cuda13 extra (cards from 7.5) or the cuda12 extra"
             )

@@ -46,7 +46,7 @@ class Outputs:
         if any(wanted) and not all(wanted):
             raise EngineError("quantised activations need codes, scales and sums together")
         if self.codes and width % GROUP:
-            raise EngineError(f"{width} columns can not be quantised: use a multiple of {GROUP}")
+            raise EngineError(f"{width} columns cannot be quantised: use a multiple of {GROUP}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,13 +55,13 @@ class Engine(abc.ABC):
     def cancel(self, request_id: str) -> bool:
         """Ask for an early end. True: a Done of reason "cancelled" with the times so far comes, if none came yet.
 
-        False: the engine can not do that, and closing the iterator is the only way to end a request.
+        False: the engine cannot do that, and closing the iterator is the only way to end a request.
         """
         return False
 
     @abc.abstractmethod
     async def score(self, request_id: str, ids: list[int], top: int = 0) -> Scored:
-        """Teacher-forced log probabilities; raises RequestFailedError where the engine can not."""
+        """Teacher-forced log probabilities; raises RequestFailedError where the engine cannot."""
 
     @abc.abstractmethod
     async def stats(self) -> dict[str, float | int | None]:

@@ -21,7 +21,7 @@ from plans.placement import Placement
 
 HELP_TIMEOUT_S = 30.0
 _ALL_LAYERS = 999  # more than any model has
-LOGICAL_BATCH_TOKENS = 2048  # llama.cpp's default; a physical batch can not be larger
+LOGICAL_BATCH_TOKENS = 2048  # llama.cpp's default; a physical batch cannot be larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def find_program(configured: Path | None = None) -> LlamaProgram:
 def command_line(
     program: LlamaProgram, placement: Placement, model_path: Path, port: int, extra: tuple[str, ...] = ()
 ) -> list[str]:
-    """The whole command. Raises PlanError where llama-server can not do what the placement says."""
+    """The whole command. Raises PlanError where llama-server cannot do what the placement says."""
     gpu_layers(placement)
     if program.library:
         if extra:

@@ -1,6 +1,6 @@
 """llama.cpp's server as an engine: the baseline to beat, and what runs architectures that native does not know.
 
-Token ids go in and come out. Three limits are honest ones: it can not be made to feed given ids
+Token ids go in and come out. Three limits are honest ones: it cannot be made to feed given ids
 (`teacher_ids` only say how many tokens to decode), it has no teacher-forced scoring, and it keeps back the
 ids of tokens that end inside a UTF-8 character; those are recovered by asking it to tokenise the text that
 it sent instead.
@@ -200,7 +200,7 @@ class LlamaServerEngine(Engine):
 
     async def score(self, request_id: str, ids: list[int], top: int = 0) -> Scored:
         raise RequestFailedError(
-            "llama-server can not score given tokens; llama-perplexity of the same version can",
+            "llama-server cannot score given tokens; llama-perplexity of the same version can",
             code="unsupported",
         )
 

@@ -119,7 +119,7 @@ class OpenAiEngine(Engine):
             raise EngineStartError(f"{self._base_url} {habit}, and no tokenizer of its model was given")
 
     async def _watch(self) -> None:
-        """Not alive while the server can not be reached; alive again when it comes back."""
+        """Not alive while the server cannot be reached; alive again when it comes back."""
         assert self._http is not None
         while True:
             await asyncio.sleep(self._deadlines.heartbeat_s)
@@ -203,7 +203,7 @@ class OpenAiEngine(Engine):
         return body | {name: value for name, (wanted, value) in optional.items() if wanted}
 
     async def score(self, request_id: str, ids: list[int], top: int = 0) -> Scored:
-        raise RequestFailedError("this engine can not score given tokens", code="unsupported")
+        raise RequestFailedError("this engine cannot score given tokens", code="unsupported")
 
     async def stats(self) -> dict[str, float | int | None]:
         return {}
@@ -230,7 +230,7 @@ class _Clock:
             self._n_cached = int(details["cached_tokens"])
 
     def timings(self) -> Timings:
-        """The queue of the server is part of the prefill: it can not be told apart from here."""
+        """The queue of the server is part of the prefill: it cannot be told apart from here."""
         now_s = time.monotonic()
         first_token_s = self._first_token_s if self._first_token_s is not None else now_s
         return Timings(

@@ -77,7 +77,7 @@ class ChatTemplate:
                 if not failure.worth_another_try:
                     break
         raise RequestError(
-            f"the model's chat template can not render this conversation: {first_failure}",
+            f"the model's chat template cannot render this conversation: {first_failure}",
             code="template_error",
             param="messages",
         )

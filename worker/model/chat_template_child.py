@@ -1,6 +1,6 @@
 """The process that renders chat templates: a program that knows jinja2 and the standard library only.
 
-A template comes with the model file, so it is a stranger's program. Python can not stop a thread: an endless
+A template comes with the model file, so it is a stranger's program. Python cannot stop a thread: an endless
 loop, a huge multiplication or a slow filter inside of C code never looks at a flag, and nothing bounds a
 thread's memory. A process has limits that the kernel enforces: here an alarm ends it at the deadline even if
 its parent is gone, and an address space limit turns a memory bomb into a MemoryError. The parent kills it and

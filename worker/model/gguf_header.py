@@ -90,7 +90,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Cursor:
-    """A position in a mapped file that can not leave it."""
+    """A position in a mapped file that cannot leave it."""
 
     def __init__(self, path: Path, buffer: mmap.mmap) -> None:
         self.path = path
@@ -163,7 +163,7 @@ def _map(path: Path) -> mmap.mmap:
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise ModelFileError(f"{path}: can not be opened: {reason_of(error)}") from error
+        raise ModelFileError(f"{path}: cannot be opened: {reason_of(error)}") from error
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int]:
@@ -293,7 +293,7 @@ def _type_and_bytes(cursor: _Cursor, type_id: int, shape: tuple[int, ...]) -> tu
         raise cursor.fail(f"shape {list(shape)} is impossible: {elements} elements")
     if shape[0] % kind.block_elements:
         raise cursor.fail(
-            f"rows of {shape[0]} can not be {kind.name}, whose blocks hold {kind.block_elements} elements"
+            f"rows of {shape[0]} cannot be {kind.name}, whose blocks hold {kind.block_elements} elements"
         )
     return kind.name, kind.row_bytes(elements)
 

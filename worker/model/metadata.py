@@ -15,6 +15,7 @@ import numpy as np
 
 from configs.errors import ModelFileError
 
+MOST_WHOLE = 2**31 - 1  # sizes and positions are 32-bit numbers in the kernels
 _REQUIRED = object()
 
 
@@ -98,7 +99,7 @@ class Metadata(Mapping[str, MetadataValue]):
         return value
 
     def integer(
-        self, key: str, default: object = _REQUIRED, minimum: int = 0, maximum: int = 2**31 - 1
+        self, key: str, default: object = _REQUIRED, minimum: int = 0, maximum: int = MOST_WHOLE
     ) -> int:
         """A whole number in [minimum, maximum]; an array of equal numbers counts as one."""
         expected = f"a whole number from {minimum} to {maximum}"

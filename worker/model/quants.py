@@ -29,18 +29,18 @@ def dequantize(type_name: str, data: np.ndarray, shape: Sequence[int]) -> Floats
     """float32 values of stored `data` (contiguous uint8 of the right size).
 
     `shape` is in GGUF order, columns first; the result has numpy's order, its last axis the columns: for
-    `shape = (columns, rows)` it is float32[rows, columns]. Raises ModelFileError for a type that can not be
+    `shape = (columns, rows)` it is float32[rows, columns]. Raises ModelFileError for a type that cannot be
     decoded and for a size that does not fit.
     """
     if type_name not in FORMATS:
         raise ModelFileError(
-            f"tensors of type {type_name} can not be decoded; these can: {', '.join(FORMATS)}"
+            f"tensors of type {type_name} cannot be decoded; these can: {', '.join(FORMATS)}"
         )
     kind, form = BY_NAME[type_name], FORMATS[type_name]
     expected_bytes = kind.row_bytes(prod(shape))
     if shape[0] % kind.block_elements or data.nbytes != expected_bytes:
         raise ModelFileError(
-            f"{data.nbytes} bytes can not be {type_name} of shape {list(shape)}: {expected_bytes} bytes "
+            f"{data.nbytes} bytes cannot be {type_name} of shape {list(shape)}: {expected_bytes} bytes "
             f"in rows of whole blocks of {kind.block_elements} are expected"
         )
     blocks = data.reshape(-1).view(form.layout)

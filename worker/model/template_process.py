@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _CHILD = Path(__file__).with_name("chat_template_child.py")
-# The child ends itself at the limit. The parent waits this much longer, so that a child that can not
+# The child ends itself at the limit. The parent waits this much longer, so that a child that cannot
 # (stopped, swapped out) is killed from here.
 _GRACE_S = 1.0
 _START_S = 20.0

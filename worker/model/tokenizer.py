@@ -64,7 +64,7 @@ class Tokenizer:
 
         `add_special` puts begin (and end) of sequence where the model wants them, never a second one.
         `parse_special` turns the texts of control tokens into their ids; without it they are ordinary text,
-        which is what text from strangers needs. Raises RequestError for text that can not be tokenized.
+        which is what text from strangers needs. Raises RequestError for text that cannot be tokenized.
         """
         splitter = self._split_all if parse_special else self._split_user
         ids: list[int] = []
@@ -82,7 +82,7 @@ class Tokenizer:
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at least, without tokenizing it: every byte is in some token.
 
-        Tells in microseconds that a text of megabytes can not fit, which to count exactly takes many seconds.
+        Tells in microseconds that a text of megabytes cannot fit, which to count exactly takes many seconds.
         """
         if not self._keeps_every_byte:
             return 0
@@ -178,7 +178,7 @@ def _rule_of(metadata: Mapping[str, Any]) -> PreTokenizer:
 def _load_byte_pair(metadata: Mapping[str, Any], rule: PreTokenizer) -> Tokenizer:
     merges = read_array(metadata, "tokenizer.ggml.merges", str)
     if merges is None:
-        raise ModelFileError("tokenizer.ggml.merges is missing, so a BPE vocabulary can not be used")
+        raise ModelFileError("tokenizer.ggml.merges is missing, so a BPE vocabulary cannot be used")
     vocabulary = load_vocabulary(metadata, {})
     return Tokenizer(
         vocabulary,

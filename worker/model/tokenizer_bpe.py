@@ -54,8 +54,7 @@ class BytePairModel:
             if type(error).__name__ != "PanicException":
                 raise
             raise RequestError(
-                f"a text of {len(text)} characters can not be tokenized ({error}); "
-                "shorten its runs of spaces",
+                f"a text of {len(text)} characters cannot be tokenized ({error}); shorten its runs of spaces",
                 code="invalid_request",
             ) from None
         ids: list[int] = encoding.ids

@@ -143,7 +143,7 @@ def _read_tokens(metadata: Mapping[str, Any]) -> list[str]:
     tokens = read_array(metadata, "tokenizer.ggml.tokens", str)
     if not tokens:
         raise ModelFileError(
-            "the file holds no vocabulary (tokenizer.ggml.tokens is missing or empty), so it can not read "
+            "the file holds no vocabulary (tokenizer.ggml.tokens is missing or empty), so it cannot read "
             "text; use a complete model file, not an adapter or a projector"
         )
     try:

@@ -1,6 +1,6 @@
 """The measuring job: `python -m worker.probe` prints one MachineReport as JSON on stdout, progress on stderr.
 
-A process of its own, because only the worker's side loads the native library. What can not be measured is
+A process of its own, because only the worker's side loads the native library. What cannot be measured is
 None or missing with its reason; a missing library still gives disk rates.
 """
 

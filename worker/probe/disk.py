@@ -37,7 +37,7 @@ def measure_disk(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[tuple[Disk
         with _test_file(folder, file_bytes) as path:
             return tuple(_measure_row(path, file_bytes, *row) for row in _ROWS), ()
     except OSError as error:
-        return (), (f"disk: {folder} can not be measured ({error.strerror})",)
+        return (), (f"disk: {folder} cannot be measured ({error.strerror})",)
 
 
 @contextlib.contextmanager

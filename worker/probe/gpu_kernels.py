@@ -113,7 +113,7 @@ class _Work:
 
 
 def _fastest_s(device: CudaDevice, work: Callable[[], None], as_graph: bool) -> float:
-    """Seconds of the fastest of several runs, replayed from a graph where it can be captured (cuBLAS can not)."""
+    """Seconds of the fastest of several runs, replayed from a graph where it can be captured (cuBLAS cannot)."""
     work()
     device.synchronize()
     run = device.capture(work).launch if as_graph else work

@@ -131,7 +131,7 @@ def _write_part(block: PrefillInputs, part: SequencePart, row: int, end: int, se
 
 
 def read_answers(prepared: PreparedStep, sampling: SamplingBlock) -> list[SampledToken]:
-    """One answer per output. Raises StepFailed for logits that can not be used."""
+    """One answer per output. Raises StepFailed for logits that cannot be used."""
     if prepared.shape.sampling == "greedy":
         ids = sampling.tokens[: len(prepared.outputs)].tolist()
         if min(ids) < 0:

@@ -92,7 +92,7 @@ class GpuSection:
             self.model.kernels.send(shape)
 
     def run(self, prepared: PreparedStep, batch: StepBatch, cancel: CancelFlag) -> list[SampledToken] | None:
-        """Raises StepCancelled, StepFailed for logits that can not be used."""
+        """Raises StepCancelled, StepFailed for logits that cannot be used."""
         self.model.device.bind()
         self._step_now = prepared
         shape = localised(self.model, prepared)

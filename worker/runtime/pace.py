@@ -51,7 +51,7 @@ class Pace:
 def share_budget(missing_tokens: list[int], budget_tokens: int) -> list[int]:
     """How many tokens each prompt gets of the budget; prompts come oldest first.
 
-    The oldest gets at least half, so that it can not starve. The rest goes to those who need least, so that
+    The oldest gets at least half, so that it cannot starve. The rest goes to those who need least, so that
     a short question does not wait for a long document; what they leave goes back to the oldest.
     """
     if not missing_tokens:

@@ -113,7 +113,7 @@ def read_messages(
 ) -> None:
     """Body of the reader thread: until the end of the stream, which means that the parent is gone.
 
-    Whatever else ends it stops the worker too: one that can not be spoken to must not stay.
+    Whatever else ends it stops the worker too: one that cannot be spoken to must not stay.
     """
     reason = "reading messages failed"
     try:

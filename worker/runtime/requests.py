@@ -12,7 +12,7 @@ from worker.runtime.kv_pages import SequencePages
 
 
 class Refusal(Exception):
-    """A request that can not be served; `code` is that of `Failed`."""
+    """A request that cannot be served; `code` is that of `Failed`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

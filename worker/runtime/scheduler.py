@@ -231,7 +231,7 @@ class Scheduler:
 
     def _seat(self) -> Seats:
         """Everyone who decodes, then prompts within the budget: at least half of it is for the oldest prompt, so
-        that it can not starve, and what is left goes to the shortest first."""
+        that it cannot starve, and what is left goes to the shortest first."""
         seats: Seats = []
         prompts: list[tuple[int, Request]] = []
         for request in self._running:

@@ -89,7 +89,7 @@ class Worker:
             log.info("the parent reads no more")
             return 1
         except Exception as error:
-            log.exception("the worker can not go on")
+            log.exception("the worker cannot go on")
             code = "out_of_memory" if isinstance(error, MemoryError) else "internal"
             return self._end_badly(code, f"{type(error).__name__}: {error}")
         finally:
