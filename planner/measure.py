@@ -37,10 +37,8 @@ MOST_ROUNDS = 40
 CONFIRM_SHARE = 0.25  # of the budget, kept for the held-out prompts of the last two
 OVERTIME_S = 5.0
 TIE_RATIO = 1.015  # two candidates closer than this are equal for a user
-CLOSE_ROUNDS, CLOSE_RATIO = (
-    10,
-    1.05,
-)  # so many rounds that show no difference, and exclude one of this size, are enough
+CLOSE_ROUNDS = 10  # so many rounds that show no difference, and exclude one of CLOSE_RATIO, are enough
+CLOSE_RATIO = 1.05
 HOPELESS_COLD_RATIO = 2.5  # slower than this in the first trial, page faults and all: timed once more, warm
 HOPELESS_RATIOS = {1: 2.5, 2: 1.5}  # the same for warm rounds, while there are too few for an interval
 _TRIAL_LIMIT_RATIO = 4.0  # a trial is stopped at this multiple of the best one
