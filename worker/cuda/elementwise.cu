@@ -1,5 +1,6 @@
 // Element-wise operations: embedding rows, row selection, RMS norm, conversion, gated activations, adding, soft caps.
 // Variants: -DFILE_TYPE (GGML type of the embedding), -DVECTORS (groups of four values per thread in a norm).
+#include "activation.cuh"
 #include "file_rows.cuh"
 #include "outputs.cuh"
 
@@ -86,11 +87,6 @@ KERNEL __launch_bounds__(256)
   const int valid = valid_four(count - first);
   const Outputs out = {values, halves, codes, scales, code_sums};
   store_four(out, first, load_four(source, first, valid, true), valid);
-}
-
-INLINE float activate(float x, int activation) {
-  if (activation == 0) return x / (1.0f + __expf(-x));
-  return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
 
 KERNEL __launch_bounds__(256)

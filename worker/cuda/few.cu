@@ -8,6 +8,7 @@
 // With GLU the first half of the chunks is of gate (TYPE_0), the second of up (TYPE_1), the output act(gate) * up as
 // codes; ACTIVATION 0 silu, 1 gelu. Without, a launch takes up to three matrices of one input, of types TYPE_0 to
 // TYPE_2.
+#include "activation.cuh"
 #include "few_inputs.cuh"
 #include "outputs.cuh"
 
@@ -155,20 +156,13 @@ INLINE float total(const float* parts, int token, int row) {
 }
 
 #if GLU
-INLINE float activate(float x) {
-#if ACTIVATION == 0
-  return x / (1.f + __expf(-x));
-#else
-  return 0.5f * x * (1.f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
-#endif
-}
 // A warp stores 32 rows of a token, which are a group of codes.
 INLINE void store_group(const FewCall& call, const float* parts, int token, int position, int first_row, int own) {
   static_assert(OWN_ROWS % 32 == 0, "whole groups of codes");
   const FewPart& part = call.parts[0];
   const int row = first_row + own;
   const bool exists = row < part.rows;
-  float y = exists ? activate(total(parts, token, own)) * total(parts, token, OWN_ROWS + own) : 0.f;
+  float y = exists ? activate(total(parts, token, own), ACTIVATION) * total(parts, token, OWN_ROWS + own) : 0.f;
   float largest = group_max<32>(fabsf(y));
   int code = __float2int_rn(y * (largest > 0 ? 127.f / largest : 0.f));
   if (!exists) return;

@@ -5,6 +5,7 @@
 // two: so many tokens are multiplied with rows that were unpacked once), STAGE_ROWS (so many of a warp's ROWS are a stage
 // of its ring). A block takes tiles of neighbouring rows of one expert: in each, a warp has ROWS rows of gate and the
 // same rows of up. Between two tiles there is one barrier, and the rings of copies go on through it.
+#include "activation.cuh"
 #include "few_choice.cuh"
 #include "outputs.cuh"
 
@@ -20,14 +21,6 @@ struct FewGateUpCall {
   const float* sums;
   int n_tokens;
 };
-
-INLINE float activate(float x) {
-#if ACTIVATION == 0
-  return __fdividef(x, 1.f + __expf(-x));
-#else
-  return 0.5f * x * (1.f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
-#endif
-}
 
 constexpr int GROUP = 16, TILE = WARPS * ROWS, TILES = (MATRIX_ROWS + TILE - 1) / TILE;  // rows that share a scale
 constexpr int PAIRS = ROWS * TOGETHER, SPAN = 16 / PAIRS;  // gate and up; lanes that end with the same sum
@@ -112,7 +105,7 @@ INLINE void multiply_rows(float* values, const u8* ring, const Turn& turn, u32 t
   }
   const float gate = warp_sums(sums), up = __shfl_down_sync(FULL_WARP, gate, SPAN);
   const int pair = lane_id() / (2 * SPAN);
-  if (lane_id() % (2 * SPAN) == 0) values[pair / ROWS * TILE + pair % ROWS] = activate(gate) * up;
+  if (lane_id() % (2 * SPAN) == 0) values[pair / ROWS * TILE + pair % ROWS] = activate<true>(gate, ACTIVATION) * up;
 }
 
 INLINE u32 without_lowest(u32 bits, int count) {

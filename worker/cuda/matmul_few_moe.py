@@ -24,12 +24,13 @@ from worker.cuda.matmul import Activations, Norm, token_bytes
 from worker.cuda.matmul_moe import (
     Chosen,
     Experts,
+    HiddenStruct,
     RouterRule,
-    _fine_token_bytes,
-    _hidden_struct,
-    _HiddenStruct,
-    _router_struct,
-    _RouterStruct,
+    RouterStruct,
+    expert_defines,
+    fine_token_bytes,
+    hidden_struct,
+    router_struct,
 )
 
 _GROUP = 16  # rows that share a scale between the kernels
@@ -46,12 +47,12 @@ _DOWN_TOKENS = (2, 1)  # of a block, which keeps the hidden values of all their 
 
 class _GateUpStruct(ctypes.Structure):
     _fields_ = [
-        ("router", _RouterStruct),
+        ("router", RouterStruct),
         ("gate", c_uint64),
         ("up", c_uint64),
         ("gate_expert_bytes", c_uint64),
         ("up_expert_bytes", c_uint64),
-        ("hidden", _HiddenStruct),
+        ("hidden", HiddenStruct),
         ("codes", c_uint64),
         ("scales", c_uint64),
         ("sums", c_uint64),
@@ -61,10 +62,10 @@ class _GateUpStruct(ctypes.Structure):
 
 class _DownStruct(ctypes.Structure):
     _fields_ = [
-        ("router", _RouterStruct),
+        ("router", RouterStruct),
         ("down", c_uint64),
         ("expert_bytes", c_uint64),
-        ("hidden", _HiddenStruct),
+        ("hidden", HiddenStruct),
         ("residual", c_uint64),
         ("output", c_uint64),
         ("output_stride", c_int),
@@ -135,7 +136,7 @@ def _gate_up_cut(launcher: Launcher, experts: Experts, n_tokens: int) -> Cut | N
 
 
 def _down_cut(launcher: Launcher, experts: Experts, n_tokens: int) -> Cut | None:
-    row_bytes, slot_bytes = experts.n_used * experts.down.row_bytes, _fine_token_bytes(experts.down.cols)
+    row_bytes, slot_bytes = experts.n_used * experts.down.row_bytes, fine_token_bytes(experts.down.cols)
     for most in _DOWN_TOKENS:
         tokens = min(most, _capacity(n_tokens))
         inputs = tokens * experts.n_used * slot_bytes
@@ -182,32 +183,6 @@ def moe_few_vectors(
     _down(launcher, experts, choice, n_tokens, hidden, output, accumulate, pdl)
 
 
-def _defines(
-    matrix: GpuMatrix, experts: Experts, choice: Chosen | RouterRule, cut: Cut
-) -> dict[str, int | float | str]:
-    """What all kernels of the experts are told (few_choice.cuh)."""
-    defines: dict[str, int | float | str] = {
-        "COLS": matrix.cols,
-        "MATRIX_ROWS": matrix.rows,
-        "TYPE_0": matrix.type_id,
-        "TOKENS": cut.tokens,
-        "N_EXPERTS": experts.gate.experts,
-        "N_USED": experts.n_used,
-        "WARPS": cut.warps,
-        "STAGES": cut.stages,
-        "ROWS": cut.rows,
-        "TOGETHER": cut.together,
-        "CHOOSE": int(isinstance(choice, RouterRule)),
-    }
-    if isinstance(choice, RouterRule):
-        defines |= {
-            "SIGMOID": int(choice.is_sigmoid),
-            "BIASED": int(choice.bias != 0),
-            "NORMALISED": int(choice.normalize),
-        }
-    return defines
-
-
 def _gate_up(
     launcher: Launcher,
     experts: Experts,
@@ -219,20 +194,20 @@ def _gate_up(
 ) -> None:
     cut = _gate_up_cut(launcher, experts, n_tokens)
     assert cut is not None
-    defines = _defines(experts.gate, experts, choice, cut)
-    defines |= {
+    defines = expert_defines(experts.gate, experts, choice, cut.tokens, cut) | {
+        "TOGETHER": cut.together,
         "TYPE_1": experts.up.type_id,
         "ACTIVATION": experts.activation,
         "STAGE_ROWS": cut.stage_rows,
     }
     function = launcher.function("few_gate_up.cu", "few_gate_up", defines)
     call = _GateUpStruct(
-        router=_router_struct(choice),
+        router=router_struct(choice),
         gate=experts.gate.pointer,
         up=experts.up.pointer,
         gate_expert_bytes=experts.gate.expert_bytes,
         up_expert_bytes=experts.up.expert_bytes,
-        hidden=_hidden_struct(experts, n_tokens, hidden),
+        hidden=hidden_struct(experts, n_tokens, hidden),
         codes=source.codes,
         scales=source.scales,
         sums=source.sums,
@@ -255,12 +230,13 @@ def _down(
 ) -> None:
     cut = _down_cut(launcher, experts, n_tokens)
     assert cut is not None
-    function = launcher.function("few_down.cu", "few_down", _defines(experts.down, experts, choice, cut))
+    defines = expert_defines(experts.down, experts, choice, cut.tokens, cut)
+    function = launcher.function("few_down.cu", "few_down", defines)
     call = _DownStruct(
-        router=_router_struct(choice),
+        router=router_struct(choice),
         down=experts.down.pointer,
         expert_bytes=experts.down.expert_bytes,
-        hidden=_hidden_struct(experts, n_tokens, hidden),
+        hidden=hidden_struct(experts, n_tokens, hidden),
         residual=output if accumulate else 0,
         output=output,
         output_stride=experts.down.rows,

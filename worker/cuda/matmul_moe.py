@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_uint64
+from typing import Protocol
 
 import msgspec
 
@@ -66,22 +67,22 @@ class _RuleStruct(ctypes.Structure):
     ]
 
 
-class _RouterStruct(ctypes.Structure):
+class RouterStruct(ctypes.Structure):
     _fields_ = [("ids", c_uint64), ("weights", c_uint64), ("rule", _RuleStruct)]
 
 
-class _HiddenStruct(ctypes.Structure):
+class HiddenStruct(ctypes.Structure):
     _fields_ = [("codes", c_uint64), ("scales", c_uint64), ("sums", c_uint64)]
 
 
 class _GateUpStruct(ctypes.Structure):
     _fields_ = [
-        ("router", _RouterStruct),
+        ("router", RouterStruct),
         ("gate", c_uint64),
         ("up", c_uint64),
         ("gate_expert_bytes", c_uint64),
         ("up_expert_bytes", c_uint64),
-        ("hidden", _HiddenStruct),
+        ("hidden", HiddenStruct),
         ("codes", c_uint64),
         ("scales", c_uint64),
         ("sums", c_uint64),
@@ -93,10 +94,10 @@ class _GateUpStruct(ctypes.Structure):
 
 class _DownStruct(ctypes.Structure):
     _fields_ = [
-        ("router", _RouterStruct),
+        ("router", RouterStruct),
         ("down", c_uint64),
         ("expert_bytes", c_uint64),
-        ("hidden", _HiddenStruct),
+        ("hidden", HiddenStruct),
         ("residual", c_uint64),
         ("output", c_uint64),
         ("output_stride", c_int),
@@ -115,10 +116,10 @@ def hidden_bytes(experts: Experts, n_tokens: int) -> int:
     return count + 2 * 4 * (count // _HIDDEN_GROUP)
 
 
-def _hidden_struct(experts: Experts, n_tokens: int, hidden: int) -> _HiddenStruct:
+def hidden_struct(experts: Experts, n_tokens: int, hidden: int) -> HiddenStruct:
     count = n_tokens * experts.n_used * experts.gate.rows
     scales = hidden + count
-    return _HiddenStruct(hidden, scales, scales + 4 * (count // _HIDDEN_GROUP))
+    return HiddenStruct(hidden, scales, scales + 4 * (count // _HIDDEN_GROUP))
 
 
 def moe_decode(
@@ -197,11 +198,11 @@ def _gate_up_tiling(launcher: Launcher, experts: Experts, n_tokens: int) -> Tili
 
 def _down_tiling(launcher: Launcher, experts: Experts, n_tokens: int) -> Tiling | None:
     row_bytes = experts.n_used * experts.down.row_bytes
-    activation_bytes = n_tokens * experts.n_used * _fine_token_bytes(experts.down.cols)
+    activation_bytes = n_tokens * experts.n_used * fine_token_bytes(experts.down.cols)
     return choose_tiling(launcher, n_tokens * experts.down.rows, row_bytes, activation_bytes, 1, n_tokens)
 
 
-def _fine_token_bytes(cols: int) -> int:
+def fine_token_bytes(cols: int) -> int:
     """Shared memory of one token's activations with a scale per 16 columns (activations.cuh)."""
     return -(-(-(-cols // 64) * 88) // 16) * 16
 
@@ -212,10 +213,21 @@ def _rounds(experts: Experts, n_tokens: int, tiling: Tiling) -> int:
     return -(-n_tokens * experts.n_used * -(-experts.gate.rows // tile) // tiling.blocks)
 
 
-def _defines(
-    matrix: GpuMatrix, experts: Experts, choice: Chosen | RouterRule, n_tokens: int, tiling: Tiling
+class Ring(Protocol):
+    """How a block of a kernel is cut, as far as kernels of experts share it."""
+
+    @property
+    def warps(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+
+
+def expert_defines(
+    matrix: GpuMatrix, experts: Experts, choice: Chosen | RouterRule, n_tokens: int, ring: Ring
 ) -> dict[str, int | float | str]:
-    """What both kernels are told (moe.cuh)."""
+    """What all kernels of experts by vector arithmetic are told (moe.cuh)."""
     defines: dict[str, int | float | str] = {
         "COLS": matrix.cols,
         "MATRIX_ROWS": matrix.rows,
@@ -223,9 +235,9 @@ def _defines(
         "TOKENS": n_tokens,
         "N_EXPERTS": experts.gate.experts,
         "N_USED": experts.n_used,
-        "WARPS": tiling.warps,
-        "STAGES": tiling.stages,
-        "ROWS": tiling.rows,
+        "WARPS": ring.warps,
+        "STAGES": ring.stages,
+        "ROWS": ring.rows,
         "CHOOSE": int(isinstance(choice, RouterRule)),
     }
     if isinstance(choice, RouterRule):
@@ -237,11 +249,11 @@ def _defines(
     return defines
 
 
-def _router_struct(choice: Chosen | RouterRule) -> _RouterStruct:
+def router_struct(choice: Chosen | RouterRule) -> RouterStruct:
     if isinstance(choice, Chosen):
-        return _RouterStruct(ids=choice.ids, weights=choice.weights)
+        return RouterStruct(ids=choice.ids, weights=choice.weights)
     rule = _RuleStruct(choice.logits, choice.residual, choice.bias, choice.epsilon, choice.weights_scale)
-    return _RouterStruct(rule=rule)
+    return RouterStruct(rule=rule)
 
 
 def router_logits(
@@ -268,7 +280,7 @@ def _gate_up(
     tiling = _gate_up_tiling(launcher, experts, n_tokens)
     assert tiling is not None
     prologue = _NORMED if norm else _QUANTISED if source.codes else _PLAIN
-    defines = _defines(experts.gate, experts, choice, n_tokens, tiling) | {
+    defines = expert_defines(experts.gate, experts, choice, n_tokens, tiling) | {
         "TYPE_1": experts.up.type_id,
         "ACTIVATION": experts.activation,
         "PROLOGUE": prologue,
@@ -276,12 +288,12 @@ def _gate_up(
     }
     function = launcher.function("moe_gate_up.cu", "gate_up", defines)
     call = _GateUpStruct(
-        router=_router_struct(choice),
+        router=router_struct(choice),
         gate=experts.gate.pointer,
         up=experts.up.pointer,
         gate_expert_bytes=experts.gate.expert_bytes,
         up_expert_bytes=experts.up.expert_bytes,
-        hidden=_hidden_struct(experts, n_tokens, hidden),
+        hidden=hidden_struct(experts, n_tokens, hidden),
         codes=source.codes,
         scales=source.scales,
         sums=source.sums,
@@ -308,13 +320,13 @@ def _down(
     chooses = isinstance(choice, RouterRule)
     residual = choice.residual if isinstance(choice, RouterRule) and choice.residual else output
     own = {"CHOOSE_EARLY": int(chooses), "FOLDED": int(residual != output)}
-    defines = _defines(experts.down, experts, choice, n_tokens, tiling) | own
+    defines = expert_defines(experts.down, experts, choice, n_tokens, tiling) | own
     function = launcher.function("moe_down.cu", "down", defines)
     call = _DownStruct(
-        router=_router_struct(choice),
+        router=router_struct(choice),
         down=experts.down.pointer,
         expert_bytes=experts.down.expert_bytes,
-        hidden=_hidden_struct(experts, n_tokens, hidden),
+        hidden=hidden_struct(experts, n_tokens, hidden),
         residual=residual if accumulate else 0,
         output=output,
         output_stride=experts.down.rows,

@@ -1,6 +1,7 @@
 // What a product on tensor cores is asked for, and what happens to a finished value. GLU and ACTIVATION are definitions
 // of the including source.
 #pragma once
+#include "activation.cuh"
 #include "common.cuh"
 
 struct Tile {
@@ -49,15 +50,8 @@ INLINE void store_value(const MatrixCall& call, int position, int row, float y) 
 }
 
 #if GLU
-INLINE float activate(float x) {
-#if ACTIVATION == 0
-  return x / (1.f + __expf(-x));
-#else
-  return 0.5f * x * (1.f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
-#endif
-}
 INLINE void store_gated(const MatrixCall& call, int position, int row, float gate, float up) {
-  float y = fminf(fmaxf(activate(gate) * up, -65504.f), 65504.f);
+  float y = fminf(fmaxf(activate(gate, ACTIVATION) * up, -65504.f), 65504.f);
   ((u16*)call.output)[(u64)position * call.output_stride + row] = float_to_half(y);
 }
 #endif

@@ -2,6 +2,7 @@
 // Definitions: those of moe.cuh, TYPE_0 of gate, TYPE_1 of up, ACTIVATION (0 silu, 1 gelu), ROUNDS (tiles of a block).
 //
 // A block takes tiles of neighbouring rows of an expert, 16 at least, so that it can quantise what they make.
+#include "activation.cuh"
 #include "moe.cuh"
 #include "outputs.cuh"
 
@@ -19,14 +20,6 @@ struct GateUpCall {
   const float* norm;
   float norm_epsilon;
 };
-
-INLINE float activate(float x) {
-#if ACTIVATION == 0
-  return __fdividef(x, 1.f + __expf(-x));
-#else
-  return 0.5f * x * (1.f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
-#endif
-}
 
 constexpr int TOKEN_BYTES = QuantisedToken<COLS>::BYTES;
 constexpr int GATE_BYTES = ROWS * Format<TYPE_0>::row_bytes(COLS), UP_BYTES = ROWS * Format<TYPE_1>::row_bytes(COLS);
@@ -174,7 +167,7 @@ KERNEL __launch_bounds__(THREADS, blocks_together(TOKENS)) gate_up(const __grid_
     const float gate = warp_sums(sums), up = __shfl_down_sync(FULL_WARP, gate, 16);
     const int r = lane_id() / (16 / ROWS);
     if (lane_id() % (16 / ROWS) == 0 && r < ROWS)
-      values[index * AT_ONCE + warp_id() * ROWS + r] = r < step.count ? activate(gate) * up : 0.f;
+      values[index * AT_ONCE + warp_id() * ROWS + r] = r < step.count ? activate<true>(gate, ACTIVATION) * up : 0.f;
   }
   __syncthreads();
   publish(call.hidden, values);
