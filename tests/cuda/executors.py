@@ -75,6 +75,22 @@ def prompt(length: int, n_vocab: int, seed: int = 3) -> list[int]:
     return tokens
 
 
+def prefill_decode_and_mixed(n_vocab: int, pages: list[list[int]]) -> list[Batch]:
+    """A prompt, its next token, and the token after that beside a second prompt."""
+    ids = prompt(40, n_vocab)
+    return [
+        Batch.of_sequence(ids[:33], 0, pages[0], all_outputs=True),
+        Batch.of_sequence(ids[33:34], 33, pages[0], all_outputs=True),
+        Batch(
+            np.asarray([ids[34], *ids[:12]], np.int32),
+            np.asarray([34, *range(12)], np.int32),
+            np.asarray([0, 1, 13], np.int32),
+            np.asarray([pages[0], pages[1]], np.int32),
+            np.asarray([0, 5, 12], np.int32),
+        ),
+    ]
+
+
 def relative_error(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
     """Root of the mean square error over the spread of the expected logits."""
     return float(np.sqrt(np.mean(np.square(actual - expected))) / expected.std())

@@ -17,6 +17,7 @@ from tests.cuda.executors import (
     generate,
     load,
     placement,
+    prefill_decode_and_mixed,
     prompt,
     read_silently,
     reference_logits,
@@ -60,18 +61,7 @@ def needs_cpu_kernels() -> None:
 
 def test_prefill_decode_and_mixed_batches_match_the_reference(model: Path) -> None:
     executor = on_host(model)
-    ids = prompt(40, N_VOCAB)
-    batches = [
-        Batch.of_sequence(ids[:33], 0, PAGES[0], all_outputs=True),
-        Batch.of_sequence(ids[33:34], 33, PAGES[0], all_outputs=True),
-        Batch(
-            np.asarray([ids[34], *ids[:12]], np.int32),
-            np.asarray([34, *range(12)], np.int32),
-            np.asarray([0, 1, 13], np.int32),
-            np.asarray([PAGES[0], PAGES[1]], np.int32),
-            np.asarray([0, 5, 12], np.int32),
-        ),
-    ]
+    batches = prefill_decode_and_mixed(N_VOCAB, PAGES)
     for batch, expected in zip(batches, reference_logits(model, batches), strict=True):
         assert relative_error(executor.logits(batch), expected) < EXACT
     executor.close()

@@ -20,6 +20,7 @@ from tests.cuda.executors import (
     generate,
     load,
     placement,
+    prefill_decode_and_mixed,
     prompt,
     reference_logits,
     relative_error,
@@ -61,18 +62,7 @@ def on_two(
 @pytest.mark.parametrize("assignments", [PLANNED, UPWARDS, THERE_AND_BACK])
 def test_logits_are_those_of_the_reference(model: Path, assignments: tuple[Assignment, ...]) -> None:
     executor, _ = on_two(model, assignments)
-    ids = prompt(40, N_VOCAB)
-    batches = [
-        Batch.of_sequence(ids[:33], 0, PAGES[0], all_outputs=True),
-        Batch.of_sequence(ids[33:34], 33, PAGES[0], all_outputs=True),
-        Batch(
-            np.asarray([ids[34], *ids[:12]], np.int32),
-            np.asarray([34, *range(12)], np.int32),
-            np.asarray([0, 1, 13], np.int32),
-            np.asarray([PAGES[0], PAGES[1]], np.int32),
-            np.asarray([0, 5, 12], np.int32),
-        ),
-    ]
+    batches = prefill_decode_and_mixed(N_VOCAB, PAGES)
     for batch, expected in zip(batches, reference_logits(model, batches), strict=True):
         assert relative_error(executor.logits(batch), expected) < EXACT
     executor.close()
